@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...storage import DecryptionError, ObjectInfo, StorageError, Store
+from ...storage import DecryptionError, NotFoundError, ObjectInfo, StorageError, Store
 from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import detect_format, encrypted_hint, format_by_name, make_format
@@ -20,6 +22,7 @@ from ..formats.hive import stored_schema
 from ..formats.names import find_shards, has_suffix, is_text
 from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
 from ..formats.tokens import has_free_dtype, index_keys
+from .doubts import heed_names, warn_doubt
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
 from .table_logs import refuse_logged
@@ -42,8 +45,9 @@ class PendingIndex:
     """An index to build: ``tasks`` are all shards in order, ``known`` the indexes of those that did not change.
 
     ``outdated`` is the manifest beside the data, which does not match them. ``copied`` is what it says of these shards
-    if they are copies of those that it was made of, as names and sizes allow; with checksums for all that is read.
-    ``classes`` are the names of classes that it has for these shards.
+    if they are copies of those that it was made of, as names and sizes allow; with checksums for all that is read. It
+    holds if ``strangers``, the tasks that the manifest does not know, have no samples. ``classes`` are the names of
+    classes that it has for these shards.
     """
 
     url: str
@@ -59,14 +63,27 @@ class PendingIndex:
     def missing(self) -> list[int]:
         return [position for position in range(len(self.tasks)) if position not in self.known]
 
+    @property
+    def strangers(self) -> list[ShardTask]:
+        there = set() if self.copied is None else {info.key for info in self.copied.shards}
+        return [task for task in self.tasks if task.info.key not in there]
+
 
 def prepare_index(
-    store: Store, selection: Selection, given: ShardFormat | None, *, rebuild: bool = False
+    store: Store,
+    selection: Selection,
+    given: ShardFormat | None,
+    *,
+    rebuild: bool = False,
+    tell: Callable[[str], None] = warn_doubt,
 ) -> PendingIndex | Manifest:
     """What must be indexed of a selection, or its manifest if the one beside the data covers it.
 
+    ``tell`` is told what names of shards say that is missing.
+
     Raises:
-        DatasetError, ConfigError: no shards, mixed formats or splits, or a named object that is no shard.
+        DatasetError, ConfigError: no shards, shards twice by their names, mixed formats or splits, or a named object
+            that is no shard.
     """
     saved = None if rebuild else load_saved_manifest(store, selection, given)
     if saved is not None:
@@ -78,36 +95,56 @@ def prepare_index(
     if shard_format.name == "parquet" and (selection.chosen is None or selection.folders):
         refuse_logged(selection.url, (info.key for info in selection.listing), shards)
     refuse_mixed(store, selection, shards)
+    heed_shards(selection, shards, shard_format, tell)
     pending = PendingIndex(url=selection.url, shard_format=shard_format, tasks=tasks, known={}, schema=None)
     if saved is None:
         return pending
     places = {info.key: place for place, info in enumerate(saved.shards)}
-    alike: list[int] = []  # for each task as far as they go: its place among the saved shards
+    alike: dict[int, int] = {}  # for each task as far as they go: its place among the saved shards
+    strangers = 0
     kept: dict[int, int] = {}
     for position, task in enumerate(tasks):
         place = places.get(task.info.key)
-        if place is None or saved.shards[place].size != task.info.size:
+        if place is None:
+            strangers += 1
+            continue
+        if saved.shards[place].size != task.info.size:
             continue
         told_by, companion = saved.companions.get(task.info.key), task.companion
         if companion is not None and (told_by is None or told_by.size != companion.size):
             continue  # what says how it is read came, or changed, since; of one that is gone the manifest knows
-        alike.append(place)
+        alike[position] = place
         is_same = companion is None or told_by is None or same_object(told_by, companion)
         if is_same and same_object(saved.shards[place], task.info):
             kept[position] = place
     if len(kept) == len(tasks):
         if selection.chosen is None and len(kept) < len(saved.shards):
             _warn_stale(selection.url, new=0, gone=len(saved.shards) - len(kept))
-        return _without_etags(take_shards(saved, alike), tasks)
+        return _without_etags(take_shards(saved, list(alike.values())), tasks)
     copied: Manifest | None = None
-    if not kept and len(alike) == len(tasks) and saved.checks_all:
-        copied = replace(take_shards(saved, alike), shards=tuple(task.info for task in tasks))
+    if not kept and alike and len(alike) + strangers == len(tasks) and saved.checks_all:
+        copied = replace(
+            take_shards(saved, list(alike.values())), shards=tuple(tasks[position].info for position in alike)
+        )
     indexes = shard_indexes(saved)
     known = {position: indexes[place] for position, place in kept.items()}
     # Of a data set that was written anew the old fields are none.
     schema = stored_schema(saved.schema) if known else None
     classes = saved.classes if known or len(alike) == len(tasks) else None
     return replace(pending, known=known, schema=schema, outdated=saved, copied=copied, classes=classes)
+
+
+def heed_shards(
+    selection: Selection, shards: Sequence[str], shard_format: ShardFormat, tell: Callable[[str], None]
+) -> None:
+    """Refuse, or ``tell`` of, what the names of a selection's shards say that is missing, or there twice.
+
+    Raises:
+        DatasetError: shards would come twice.
+    """
+    unnamed = [key for key in shards if key not in selection.named]
+    suffixes = (*shard_format.suffixes, *shard_format.other_suffixes)
+    heed_names(selection.url, unnamed, suffixes, tell, globs=selection.globs)
 
 
 def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat | None) -> Manifest | None:
@@ -134,8 +171,22 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
         return None
     if given is not None and (given.name, given.config()) != (saved.format, dict(saved.config)):
         _refuse_other_tokens(selection, given, saved)
+        # Tokens are read in other lengths than they are packed in, as a matter of course.
+        if saved.checksums is not None and not {given.name, saved.format} <= {"tokens", "token_documents"}:
+            warnings.warn(
+                f"the manifest beside {selection.url} is of format {_show_format(saved.format, saved.config)}, and the "
+                f"shards are read as {_show_format(given.name, given.config())}: this run indexes them itself and "
+                "compares no checksums; `penstock index`, given that format, makes it for all runs",
+                StaleManifestWarning,
+                stacklevel=2,
+            )
         return None
     return saved
+
+
+def _show_format(name: str, config: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{key}={value!r}" for key, value in config.items())
+    return f"{name} ({settings})" if settings else name
 
 
 def _refuse_other_tokens(selection: Selection, given: ShardFormat, saved: Manifest) -> None:
@@ -227,8 +278,20 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat, *
         raise DatasetError(f"{store.url}: {problem}")
     for task in tasks:
         if not is_text(task.info.key):
-            raise DatasetError(f"{store.url}: the name of the shard {task.info.key!a} is not UTF-8; rename it")
+            raise DatasetError(f"{store.url}: {_why_no_text(task.info.key)}")
     return tasks
+
+
+def _why_no_text(key: str) -> str:
+    """What to say of the name of a local file that Python cannot write as text."""
+    try:
+        name = os.fsencode(key).decode()
+    except UnicodeDecodeError:
+        return f"the name of the shard {key!a} is not UTF-8; rename it"
+    return (
+        f"the name of the shard {name!a} is UTF-8, but this process takes names for {sys.getfilesystemencoding()}, by "
+        "its locale: set PYTHONUTF8=1, or LC_ALL=C.UTF-8, before Python starts"
+    )
 
 
 def index_one(store: Store, shard_format: ShardFormat, task: ShardTask) -> ShardIndex:
@@ -239,9 +302,17 @@ def index_one(store: Store, shard_format: ShardFormat, task: ShardTask) -> Shard
         MemoryLimitError: an allocation failed.
     """
     if task.info.size == 0:
-        raise FormatError(task.info.key, "the shard is empty (0 bytes); write it again or remove it")
+        raise FormatError(task.info.key, _why_empty(store, task.info.key))
     with explain_failures(task.info.key, "indexed"):
         return shard_format.index_shard(store, task)
+
+
+def _why_empty(store: Store, key: str) -> str:
+    try:
+        store.head(key)
+    except NotFoundError:
+        return "is listed, but nothing is there: a link that leads nowhere. Restore what it names, or remove it"
+    return "the shard is empty (0 bytes); write it again or remove it"
 
 
 def index_shards(
@@ -280,6 +351,9 @@ def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest
         FormatError: two shards contradict each other in schema.
         DatasetError: no shard holds a sample.
     """
+    unchanged = _take_unchanged(pending, found)
+    if unchanged is not None:
+        return unchanged
     schema = pending.schema
     shards: list[tuple[ObjectInfo, ShardIndex]] = []
     for position, task in enumerate(pending.tasks):
@@ -299,6 +373,16 @@ def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest
     told_by |= {task.info.key: task.companion for task in pending.tasks if task.companion is not None}
     companions = {shard.key: told_by[shard.key] for shard in manifest.shards if shard.key in told_by}
     return replace(manifest, companions=companions, classes=pending.classes)
+
+
+def _take_unchanged(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest | None:
+    """What the manifest beside the data says, checksums too, where all that came since holds no samples; else None."""
+    saved = pending.outdated
+    if saved is None or not pending.known or any(index.chunks for index in found.values()):
+        return None
+    places = {info.key: place for place, info in enumerate(saved.shards)}
+    kept = [pending.tasks[position] for position in sorted(pending.known)]
+    return _without_etags(take_shards(saved, [places[task.info.key] for task in kept]), kept)
 
 
 def warn_outdated(pending: PendingIndex, manifest: Manifest) -> None:

@@ -54,12 +54,16 @@ class IndexCache:
         digest.update(json.dumps([_ESTIMATES, url, shard_format.name, shard_format.config()], sort_keys=True).encode())
         if shard_format.name in _TYPES:
             digest.update(f"types {_TYPES[shard_format.name]}\n".encode())
+        if shard_format.name == "tar":
+            digest.update(b"links\n")  # were passed over by older indexes
         for task in tasks:
             digest.update(f"{task.info.key}\0{task.info.size}\0{task.info.etag}\n".encode())
             if task.hint is not None:
                 digest.update(f"{task.hint!r}\n".encode())
         if outdated is not None:
             digest.update(f"outdated\0{outdated.fingerprint}\0{json.dumps(dict(outdated.schema))}\n".encode())
+            if outdated.checksums is not None:
+                digest.update(outdated.checksums.tobytes())
         if copied is not None and copied.checksums is not None:
             digest.update(f"copied\0{copied.fingerprint}\n".encode())
             digest.update(copied.checksums.tobytes())

@@ -24,6 +24,7 @@ from .build import (
 from .cache import IndexCache
 from .class_names import warn_of_parts, with_names_of_parts
 from .copied import is_copy
+from .doubts import warn_doubt
 from .exchange import Exchange, join_exchange
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Source, select
@@ -192,13 +193,22 @@ class _Opening:
             return manifest
 
     def _make(self, store: Store, pending: PendingIndex, copied: Manifest | None) -> Manifest:
-        if copied is not None and is_copy(store, copied):
+        if copied is not None and is_copy(store, copied) and not self._has_samples(store, pending):
             return copied
         missing = pending.missing
         with show_progress("indexing", len(missing), unit="shards", enabled=self.progress) as advance:
             tasks = [pending.tasks[position] for position in missing]
             indexes = index_shards(store, pending.shard_format, tasks, threads=self.threads, advance=advance)
+        doubts = [(task.info.key, index.doubt) for task, index in zip(tasks, indexes, strict=True) if index.doubt]
+        if doubts:
+            others = f"; so it is in {len(doubts) - 1:,} more of its shards" if len(doubts) > 1 else ""
+            warn_doubt(f"{pending.url}{doubts[0][0]}: {doubts[0][1]}{others}")
         return with_names_of_parts(store, assemble(pending, dict(zip(missing, indexes, strict=True))))
+
+    def _has_samples(self, store: Store, pending: PendingIndex) -> bool:
+        """Whether shards that the manifest beside the data does not know hold any; those that do not, it leaves out."""
+        found = index_shards(store, pending.shard_format, pending.strangers, threads=self.threads)
+        return any(index.chunks for index in found)
 
     def _cached(self, key: str, url: str) -> Manifest | None:
         return None if self.rebuild else self.cache.load(key, url)

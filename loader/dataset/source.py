@@ -21,11 +21,13 @@ from ..formats.detect import format_by_name
 from ..formats.hive import read_folders, read_root
 from ..formats.names import is_hidden
 from ..progress import show_progress
+from .doubts import warn_doubt
 from .lookup import find_companions, find_keys
 from .manifest import MANIFEST_NAME
 from .patterns import FILE, expand_braces, fixed_prefix, is_glob, is_path, match_glob
 from .prefix import Prefix
 from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits, split_folder
+from .subsets import MOST_BYTES, README_NAME, choose_subset, read_subsets
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SourceT = TypeVar("SourceT", bound=Source)
@@ -50,8 +52,8 @@ class Selection:
     which must therefore be shards; ``spelled`` are these and those below a hidden folder that he named: he wants them
     though their names are hidden. ``saved`` is the manifest beside the data, if there is one, and ``saved_data`` its
     bytes where they are on their way already. ``folders`` are the prefixes, '' or ending in '/', that the source names
-    as a whole and that may not mix splits. ``root``: values of columns that the URL's own folders tell of all shards,
-    where the caller named shards or a pattern, or a split lies below what he named.
+    as a whole and that may not mix splits; ``globs`` are the patterns in it. ``root``: values of columns that the URL's
+    own folders tell of all shards, where the caller named shards or a pattern, or a split lies below what he named.
     """
 
     url: str
@@ -61,6 +63,7 @@ class Selection:
     named: frozenset[str] = frozenset()
     spelled: frozenset[str] = frozenset()
     folders: tuple[str, ...] = ()
+    globs: tuple[str, ...] = ()
     saved_data: Future[memoryview] | None = None
     root: Mapping[str, str] = field(default_factory=dict)
 
@@ -75,7 +78,7 @@ def select(
     """Open the store of a source and list what the source names, or a split of that; the caller closes the store.
 
     Raises:
-        DatasetError: nothing there, shards that are missing (up to five are named), or no such split.
+        DatasetError: nothing there, shards that are missing (up to five are named), several subsets, or no such split.
         StorageError: the store refused or did not answer.
     """
     urls = absolute_urls(source)
@@ -91,6 +94,11 @@ def select(
         except BaseException:
             store.close()
             raise
+    try:
+        selection = _select_subset(store, selection)
+    except BaseException:
+        store.close()
+        raise
     return (store, selection) if split is None else _select_split(store, selection, split, storage_options)
 
 
@@ -200,7 +208,10 @@ def _select_one(
         saved = next((info for info in objects if info.key == MANIFEST_NAME), None)
         listing = tuple(info for info in objects if not info.key.endswith(MANIFEST_NAME))
         if not listing:
-            raise DatasetError(f"{store.url}: nothing there; check the URL (is it a prefix that ends where you think?)")
+            raise DatasetError(
+                f"{store.url}: nothing there; check the URL (is it a prefix that ends where you think? The name of an "
+                "object has its ending, such as .bin)"
+            )
     except BaseException:
         store.close()
         raise
@@ -259,7 +270,12 @@ def _select_keys(store: Store, root: str, keys: Sequence[str]) -> Selection:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         raise DatasetError(f"{store.url}: missing {named}, which the source names; check the pattern or the list")
     selection = _select_objects(store, root, order, named=frozenset(found), matched=matched)
-    return replace(selection, folders=tuple(folders), spelled=frozenset(spelled))
+    return replace(
+        selection,
+        folders=tuple(folders),
+        globs=tuple(key for key in keys if key in globs and key not in found),
+        spelled=frozenset(spelled),
+    )
 
 
 def _list_data(store: Store, prefix: str) -> list[ObjectInfo]:
@@ -285,6 +301,40 @@ def _find_saved(store: Store) -> ObjectInfo | None:
         return store.head(MANIFEST_NAME)
     except StorageError:
         return None  # missing, or not readable: the shards themselves will tell
+
+
+def _select_subset(store: Store, selection: Selection) -> Selection:
+    """The selection without what is of other subsets than the default one, of folders whose README.md lists some."""
+    dropped: set[str] = set()
+    for folder in selection.folders:
+        readme = next((info for info in selection.listing if info.key == folder + README_NAME), None)
+        if readme is None or not 0 < readme.size < MOST_BYTES:
+            continue
+        text = str(store.get(readme.key, etag=readme.etag), "utf-8", "replace")
+        try:
+            subsets = read_subsets(text)
+        except ValueError as exc:
+            warn_doubt(
+                f"{selection.url}{readme.key}: the subsets (configs) that it lists are not understood ({exc}), so they "
+                "may be mixed; name the shards of one by a pattern, or correct the list"
+            )
+            continue
+        if len(subsets) < 2:
+            continue
+        inside = [
+            replace(info, key=info.key[len(folder) :])
+            for info in selection.listing
+            if info.key.startswith(folder) and format_by_name(info.key, selection.spelled) is not None
+        ]
+        kept = choose_subset(selection.url + folder, subsets, inside)
+        if kept is not None:
+            dropped.update(folder + info.key for info in inside if info.key not in kept)
+    if not dropped:
+        return selection
+    chosen = None if selection.chosen is None else tuple(key for key in selection.chosen if key not in dropped)
+    return replace(
+        selection, listing=tuple(info for info in selection.listing if info.key not in dropped), chosen=chosen
+    )
 
 
 def _select_split(

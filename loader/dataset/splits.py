@@ -26,6 +26,11 @@ _SYNONYMS = (
 )
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(sorted(word for words in _SYNONYMS for word in words))})(?![a-z])")
 _FOLDER = re.compile(rf"(?:split=)?{_WORD.pattern}[\d_.-]*")  # train, train2017, split=train
+_YEAR = re.compile(r"(?:19|20)\d\d(?!\d)")
+# What comes after a name: the format's ending, and that of a compression.
+_ENDINGS = re.compile(r"(\.[A-Za-z]\w*)?(\.(gz|bz2|xz|zst|zstd|lz4))?$", re.IGNORECASE)
+_COUNTED = frozenset({"split", "part", "shard", "chunk", "batch", "file", "of", "data", "set", "dataset"})
+_SIZES = frozenset({"tiny", "mini", "small", "medium", "large", "full", "all", "subset", "sample", "toy", "debug"})
 _SHARDED = re.compile(r"(\w+(?:\.\w+)*)-\d+-of-\d+")
 
 
@@ -37,6 +42,7 @@ def name_splits(keys: Iterable[str], dictionaries: Mapping[str, Sequence[str]] |
     a word in a folder's name. ``dictionaries``: from the folder of each dataset_dict.json ('' or 'a/') to its splits.
     """
     names: dict[str, str] = {}
+    variants = _Variants()
     sharded: dict[str, str] = {}  # names as the hub writes them that have no word for a split
     known_folders: set[str] = set()
     for key in keys:
@@ -49,13 +55,14 @@ def name_splits(keys: Iterable[str], dictionaries: Mapping[str, Sequence[str]] |
             names[key] = shard[1]
             known_folders.add(folder)
         else:
-            word = _by_words(folder, base)
+            word, depth = _by_words(folder, base)
             if word is not None:
                 names[key] = word
+                variants.add(key, word, depth)
             elif shard:
                 sharded[key] = shard[1]
     names |= {key: name for key, name in sharded.items() if key.rpartition("/")[0] in known_folders}
-    return names
+    return names | variants.rename()
 
 
 def _listed(key: str, dictionaries: Mapping[str, Sequence[str]]) -> str | None:
@@ -66,15 +73,78 @@ def _listed(key: str, dictionaries: Mapping[str, Sequence[str]]) -> str | None:
     return None
 
 
-def _by_words(folder: str, base: str) -> str | None:
-    parts = reversed(folder.split("/"))
-    return _folder_word(folder) or next((word for part in (base, *parts) if (word := _only_word(part))), None)
+def _by_words(folder: str, base: str) -> tuple[str | None, int]:
+    """The word that tells the split, and how many folders are above the part of the key that has it."""
+    word, depth = _folder_word(folder)
+    if word is not None:
+        return word, depth
+    folders = folder.split("/") if folder else []
+    if word := _only_word(base):
+        return word, len(folders)
+    for depth in range(len(folders) - 1, -1, -1):
+        if word := _only_word(folders[depth]):
+            return word, depth
+    return None, 0
 
 
-def _folder_word(folder: str) -> str | None:
-    """The word of the innermost folder that is called by a split."""
-    parts = reversed(folder.lower().split("/"))
-    return next((found[1] for part in parts if (found := _FOLDER.fullmatch(part))), None)
+class _Variants:
+    """Finds what only seems to be one split: ``train2014`` and ``train2017``, ``train_small`` beside ``train``.
+
+    Names are compared with others of the same place and word. Numbers count the parts of one split, and so do words
+    (``train_wiki``, ``train_books``), but for a year at the word, for a size, and beside a name without further words.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
+        self._numbered: set[tuple[str, str]] = set()  # places where digits at the word are no years
+        self._known: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {}
+
+    def add(self, key: str, word: str, depth: int) -> None:
+        """``depth``: how many folders are above the part of the key that has the word."""
+        parts = key.split("/", depth + 1)
+        path = "/".join(parts[: depth + 1])
+        if path not in self._known:
+            name = _ENDINGS.sub("", parts[depth]) if len(parts) == depth + 1 else parts[depth]
+            at = next(found.start() for found in _WORD.finditer(name.lower()) if found[1] == word)
+            before, after = name[:at], name[at + len(word) :]
+            group = "/".join(parts[:depth]), word
+            year = _YEAR.match(after)
+            if year is None and after[:1].isdigit():
+                self._numbered.add(group)
+            plain = "_".join([*_words(before), word, *_words(after)])
+            dated = "_".join([*_words(before), word + (year[0] if year else ""), *_words(after)])
+            self._known[path] = group, (plain, dated)
+        group, variant = self._known[path]
+        self._keys.setdefault(group, {}).setdefault(variant, []).append(key)
+
+    def rename(self) -> dict[str, str]:
+        """The keys of splits that have several variants, each with its own name."""
+        renamed: dict[str, str] = {}
+        for group, variants in self._keys.items():
+            has_years = group not in self._numbered
+            names = {variant: variant[int(has_years)] for variant in variants}
+            found = set(names.values())
+            is_several = len(found) > 1 and (
+                group[1] in found
+                or any(name != plain for (plain, _), name in names.items())
+                or any(not _SIZES.isdisjoint(name.split("_")) for name in found)
+            )
+            if is_several:
+                renamed.update((key, names[variant]) for variant, keys in variants.items() for key in keys)
+        return renamed
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.split(r"[\W\d_]+", text) if word and word.lower() not in _COUNTED]
+
+
+def _folder_word(folder: str) -> tuple[str | None, int]:
+    """The word of the innermost folder that is called by a split, and how many folders are above that."""
+    folders = folder.lower().split("/")
+    for depth in range(len(folders) - 1, -1, -1):
+        if found := _FOLDER.fullmatch(folders[depth]):
+            return found[1], depth
+    return None, 0
 
 
 def split_folder(key: str, name: str) -> str:
@@ -159,7 +229,14 @@ def refuse_mixed_splits(
 
 def refuse_split_folders(url: str, keys: Sequence[str]) -> None:
     """Raise DatasetError if loose files lie in folders called by several splits; names of files tell nothing here."""
-    names = {key: word for key in keys if (word := _folder_word(key.rpartition("/")[0])) is not None}
+    names: dict[str, str] = {}
+    variants = _Variants()
+    for key in keys:
+        word, depth = _folder_word(key.rpartition("/")[0])
+        if word is not None:
+            names[key] = word
+            variants.add(key, word, depth)
+    names |= variants.rename()
     _refuse_several(url, names, len(keys), "file")
 
 

@@ -10,10 +10,10 @@ from ..columns import IntArray
 from .shard import ChunkSpan
 
 
-def cut_samples(starts: IntArray, stops: IntArray, chunk_bytes: int) -> list[ChunkSpan]:
+def cut_samples(starts: IntArray, stops: IntArray, chunk_bytes: int, counts: IntArray | None = None) -> list[ChunkSpan]:
     """Runs of whole samples of at most ``chunk_bytes``, or of one sample that is longer.
 
-    ``starts`` and ``stops``: (samples,) int64 byte offsets, rising.
+    ``starts`` and ``stops``: (samples,) int64 byte offsets, rising. With ``counts`` each is a unit of so many samples.
     """
     chunks: list[ChunkSpan] = []
     first, count = 0, len(starts)
@@ -21,7 +21,8 @@ def cut_samples(starts: IntArray, stops: IntArray, chunk_bytes: int) -> list[Chu
         offset = int(starts[first])
         after = max(int(np.searchsorted(stops, offset + chunk_bytes, side="right")), first + 1)
         length = int(stops[after - 1]) - offset
-        chunks.append(ChunkSpan(offset, length, after - first, length))
+        samples = after - first if counts is None else int(counts[first:after].sum())
+        chunks.append(ChunkSpan(offset, length, samples, length))
         first = after
     return chunks
 

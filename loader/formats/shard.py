@@ -46,10 +46,14 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """The chunks of one shard in sample order, and its schema: JSON-able, and what ``merge_schema`` takes."""
+    """The chunks of one shard in sample order, and its schema: JSON-able, and what ``merge_schema`` takes.
+
+    ``doubt`` says what may be wrong with the samples, though they can be read; mostly "".
+    """
 
     chunks: Sequence[ChunkSpan]
     schema: Mapping[str, Any]
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ...storage.threads.daemon_pool import DaemonPool
 from ..dataset.build import (
     PendingIndex,
     assemble,
+    heed_shards,
     index_one,
     load_saved_manifest,
     prepare_index,
@@ -25,7 +26,7 @@ from ..dataset.splits import Split
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import make_format
 from ..formats.schema import find_missing
-from ..formats.shard import ShardFormat
+from ..formats.shard import ShardFormat, ShardTask
 from ..progress import show_progress
 from ..reading.checksum import READ_THREADS
 from .flaws import Flaw, error_flaw, shard_flaw
@@ -79,6 +80,7 @@ def verify(
         raise ConfigError(f"threads={threads}: needs 1 or more")
     started = time.monotonic()
     flaws: list[Flaw] = []
+    doubts: list[Flaw] = []  # of what can be read
     if isinstance(source, (str, os.PathLike)):
         saved = read_saved_manifest(source, storage_options)
         source = source if saved is None else saved
@@ -91,12 +93,14 @@ def verify(
         given = make_format(format) if isinstance(format, str) else format
     try:
         if not isinstance(source, Manifest):
-            manifest = _find_manifest(store, selection, given, threads, progress, flaws)
+            manifest = _find_manifest(store, selection, given, threads, progress, flaws, doubts)
             manifest = None if manifest is None else manifest.below(selection.root)
         if manifest is not None:
             flaws += [error_flaw(exc.shard, exc) for exc in find_missing(manifest.schema)]
         if manifest is not None:
             check_chunks(store, manifest, threads, progress, flaws)
+        bad = {flaw.shard for flaw in flaws}
+        flaws += [doubt for doubt in doubts if doubt.shard not in bad]
     finally:
         store.close()
     order = {shard.key: place for place, shard in enumerate(manifest.shards)} if manifest else {}
@@ -115,21 +119,59 @@ def verify(
 
 
 def _find_manifest(
-    store: Store, selection: Selection, given: ShardFormat | None, threads: int, progress: bool, flaws: list[Flaw]
+    store: Store,
+    selection: Selection,
+    given: ShardFormat | None,
+    threads: int,
+    progress: bool,
+    flaws: list[Flaw],
+    doubts: list[Flaw],
 ) -> Manifest | None:
+    def tell(text: str) -> None:
+        doubts.append(shard_flaw(selection.url, "Doubtful", text))
+
     saved = load_saved_manifest(store, selection, given)
     if saved is not None and selection.chosen is None:
-        refuse_mixed(store, selection, [shard.key for shard in saved.shards])
-        flaws += _compare_listing(saved, selection.listing, given or make_format(saved.format, saved.config), store)
+        shard_format = given or make_format(saved.format, saved.config)
+        shards = [shard.key for shard in saved.shards]
+        refuse_mixed(store, selection, shards)
+        heed_shards(selection, shards, shard_format, tell)
+        flaws += _compare_listing(saved, selection.listing, shard_format, store)
+        _doubt_shards(store, saved, shard_format, threads, flaws, doubts)
         there = {info.key: info for info in selection.listing}
         # A copy of a data set has other ETags: read it by those, and let the checksums tell whether it is the same.
         return replace(saved, shards=tuple(there.get(shard.key, shard) for shard in saved.shards))
-    prepared = prepare_index(store, selection, given)
+    prepared = prepare_index(store, selection, given, tell=tell)
     if isinstance(prepared, Manifest):
         return prepared
-    if prepared.copied is not None:  # as above
+    if prepared.copied is not None and not prepared.strangers:  # as above
         return prepared.copied
-    return _index_tolerantly(store, prepared, threads, progress, flaws)
+    return _index_tolerantly(store, prepared, threads, progress, flaws, doubts)
+
+
+def _doubt_shards(
+    store: Store,
+    saved: Manifest,
+    shard_format: ShardFormat,
+    threads: int,
+    flaws: list[Flaw],
+    doubts: list[Flaw],
+) -> None:
+    """Find what indexing tells of shards that are indexed already: only of archives it tells more than reading them."""
+    if saved.format != "tar":
+        return
+    bad = {flaw.shard for flaw in flaws}
+    with DaemonPool("penstock-verify", threads) as pool:
+        shards = [shard for shard in saved.shards if shard.key not in bad]
+        futures = [
+            pool.submit(index_one, store, shard_format, ShardTask(replace(shard, etag=None))) for shard in shards
+        ]
+        for shard, future in zip(shards, futures, strict=True):
+            try:
+                if doubt := future.result().doubt:
+                    doubts.append(shard_flaw(shard.key, "Doubtful", doubt))
+            except PenstockError as exc:
+                doubts.append(error_flaw(shard.key, exc))
 
 
 def _compare_listing(
@@ -167,7 +209,7 @@ def _compare_listing(
 
 
 def _index_tolerantly(
-    store: Store, pending: PendingIndex, threads: int, progress: bool, flaws: list[Flaw]
+    store: Store, pending: PendingIndex, threads: int, progress: bool, flaws: list[Flaw], doubts: list[Flaw]
 ) -> Manifest | None:
     """Index the shards; one that cannot be indexed is a flaw and is skipped."""
     found = {}
@@ -183,6 +225,8 @@ def _index_tolerantly(
             key = pending.tasks[position].info.key
             try:
                 found[position] = future.result()
+                if doubt := found[position].doubt:
+                    doubts.append(shard_flaw(key, "Doubtful", doubt))
             except PenstockError as exc:
                 flaws.append(error_flaw(key, exc))
             advance(1)
@@ -191,12 +235,12 @@ def _index_tolerantly(
         url=pending.url,
         shard_format=pending.shard_format,
         tasks=[pending.tasks[place] for place in good],
-        known={},
+        known={number: pending.known[place] for number, place in enumerate(good) if place in pending.known},
         schema=pending.schema,
+        outdated=pending.outdated,
     )
-    indexes = {number: found.get(place) or pending.known[place] for number, place in enumerate(good)}
     try:
-        return assemble(whole, indexes)
+        return assemble(whole, {number: found[place] for number, place in enumerate(good) if place in found})
     except FormatError as exc:
         flaws.append(error_flaw(exc.shard, exc))
     except DatasetError:

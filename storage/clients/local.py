@@ -155,7 +155,7 @@ class LocalStore:
         if folder:
             check_key(self.url, folder)
         if not Path(self._root).is_dir():
-            raise NotFoundError(f"there is no folder {self._root}; check the path")
+            raise NotFoundError(_why_no_folder(self._root))
         found: _Infos = []
         try:
             self._walk(folder + "/" if folder else "", prefix, found, set())
@@ -255,6 +255,22 @@ class LocalStore:
                 # A link to nothing is listed, so that who wants what it should lead to is told, and not given less.
                 if entry.is_symlink() and key.startswith(prefix):
                     found.append(ObjectInfo(key, 0, _etag((0, 0, 0, 0))))
+
+
+def _why_no_folder(root: str) -> str:
+    path = Path(root)
+    if path.is_file():
+        return f"{root} is a file, no folder; check the path"
+    if path.is_symlink():
+        return f"{root} is a link to {path.readlink()}, which is not there; restore that, or check the path"
+    try:
+        alike = sorted(each.name for each in path.parent.iterdir() if each.name.startswith(f"{path.name}."))
+    except OSError:
+        alike = []
+    if not alike:
+        return f"there is no folder {root}; check the path"
+    named = ", ".join(alike[:3]) + (", ..." if len(alike) > 3 else "")
+    return f"there is no file or folder {root}, but {named} beside it; give a file's name with its ending"
 
 
 def _make_folder(folder: Path) -> None:

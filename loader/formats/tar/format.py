@@ -6,14 +6,14 @@ ignores is an error here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ....storage import Store
+from ....storage import ObjectInfo, Store
 from ...columns import KEY_COLUMN, Block, BytesColumn, Column, IntArray
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
@@ -21,10 +21,12 @@ from ..chunks import cut_samples
 from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces, hidden_codec
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
-from ..windows import PieceWindows, ShardWindows
+from ..windows import PieceWindows, ShardWindows, Windows
+from .again import doubt_keys
 from .blocks import BLOCK
-from .census import refuse_duplicates, take_census
+from .census import Census, refuse_duplicates, take_census, take_linked_census
 from .headers import read_members, refuse_truncation
+from .links import join_tied, place_links
 from .names import RESERVED_FIELDS, NameTable, group_names
 from .small import take_small_census
 
@@ -54,20 +56,36 @@ class TarFormat(BaseFormat):
         info = task.info
         refuse_empty(info)
         codec = codec_of(info.key)
+        with self._open_windows(store, info, codec) as windows:
+            census = self._take_census(windows, info, codec)
+        if census.is_linked:
+            with self._open_windows(store, info, codec) as windows:
+                census = take_linked_census(windows, info.key)
+        doubt = ""
+        if len(census.again):
+            with self._open_windows(store, info, codec) as windows:
+                doubt = doubt_keys(windows, info.key, census)
+        starts, stops, counts = census.starts, census.stops, None
         if codec is not None:
-            with closing(decompressed_pieces(store, info, codec)) as pieces:
-                census = take_census(PieceWindows(pieces), info.key)
-            samples = len(census.starts)
+            samples = len(starts)
             chunks = [ChunkSpan(0, info.size, samples, census.length)] if samples else []
         else:
-            with ShardWindows(store, info) as windows:
-                whole = windows.read(0, BLOCK)
-                if bytes(whole[257:261]) != b"usta" and (problem := hidden_codec(bytes(whole[:4]))):
-                    raise FormatError(info.key, problem, offset=0)
-                small = take_small_census(whole) if len(whole) == info.size else None
-                census = small or take_census(windows, info.key)
-            chunks = cut_samples(census.starts, census.stops, self.chunk_bytes)
-        return ShardIndex(chunks, {"fields": sorted(census.fields)})
+            if census.placed is not None:
+                starts, stops, counts = join_tied(starts, stops, census.placed, info.key)
+            chunks = cut_samples(starts, stops, self.chunk_bytes, counts)
+        return ShardIndex(chunks, {"fields": sorted(census.fields)}, doubt)
+
+    def _open_windows(self, store: Store, info: ObjectInfo, codec: str | None) -> AbstractContextManager[Windows]:
+        return ShardWindows(store, info) if codec is None else _open_pieces(store, info, codec)
+
+    def _take_census(self, windows: Windows, info: ObjectInfo, codec: str | None) -> Census:
+        if codec is not None:
+            return take_census(windows, info.key)
+        whole = windows.read(0, BLOCK)
+        if bytes(whole[257:261]) != b"usta" and (problem := hidden_codec(bytes(whole[:4]))):
+            raise FormatError(info.key, problem, offset=0)
+        small = take_small_census(whole) if len(whole) == info.size else None
+        return small or take_census(windows, info.key)
 
     def merge_schema(self, known: Mapping[str, Any], new: Mapping[str, Any], shard: str) -> Mapping[str, Any]:
         return {"fields": sorted({*known.get("fields", ()), *new.get("fields", ())})}
@@ -102,6 +120,8 @@ class TarFormat(BaseFormat):
             run = decompress(run, codec, chunk)
         members = read_members(run, shard, base, whole=True)
         refuse_truncation(members, len(run), shard, base, padded=codec is not None)
+        if members.links:
+            members = place_links(members).members
         table = group_names(members.names)
         refuse_change(chunk, table.samples)
         starts = np.full((len(table.fields), table.samples), -1, np.int64)
@@ -123,6 +143,12 @@ class TarFormat(BaseFormat):
                 block[name] = _field_column(run, starts[code], stops[code])
         nbytes = len(run) + len(keys.buffer) + 16 * table.samples * len(block)
         return Block(table.samples, nbytes, block)
+
+
+@contextmanager
+def _open_pieces(store: Store, info: ObjectInfo, codec: str) -> Iterator[Windows]:
+    with closing(decompressed_pieces(store, info, codec)) as pieces:
+        yield PieceWindows(pieces)
 
 
 def _field_column(run: memoryview, starts: IntArray, stops: IntArray) -> BytesColumn:

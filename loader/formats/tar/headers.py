@@ -5,6 +5,7 @@ Pure: bytes in, arrays out. Which members count, and under which names, follows 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,23 @@ EXTENSION_BYTES = 1 << 20
 
 _EXTENSION = np.isin(np.arange(256), list(EXTENSION_KINDS))
 _REGULAR = np.isin(np.arange(256), list(b"\x0007S"))
+_HARD, _SYMBOLIC = b"12"
+_LINK = np.isin(np.arange(256), [_HARD, _SYMBOLIC])
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link, which comes after ``place`` regular files; its headers are the bytes ``record`` to ``stop``.
+
+    The ``target`` of a hard link is an earlier member, that of a symbolic one a path from its own folder.
+    """
+
+    place: int
+    record: int
+    stop: int
+    name: bytes
+    target: bytes
+    is_symbolic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +58,19 @@ class MemberTable:
     """The regular files whose headers lie in a run of blocks; byte offsets count from the run's first byte.
 
     (members,) int64: ``records`` where a member's first header starts (its extension headers come first), ``starts``
-    of its data and ``sizes``. ``names`` is (members, width) uint8, padded with NUL and one column wider than the
-    longest name. ``resume`` is where the next record starts, which may be past the run; ``ended`` says that the
-    archive's end mark is there. ``skipped`` counts members that are no regular files; ``last`` and ``last_start`` are
-    the name and data of the last member of any kind, for messages.
+    of its data and ``sizes``, and ``stops`` of what is its own. ``names`` is (members, width) uint8, padded with NUL
+    and one column wider than the longest name. ``links`` are no members yet: `links.place_links` makes them some.
+    ``resume`` is where the next record starts, which may be past the run; ``ended`` says that the archive's end mark is
+    there. ``skipped`` counts members that are no regular files; ``last`` and ``last_start`` are the name and data of
+    the last member of any kind, for messages.
     """
 
     records: IntArray
     starts: IntArray
     sizes: IntArray
+    stops: IntArray
     names: ByteMatrix
+    links: Sequence[Link]
     resume: int
     ended: bool
     skipped: int
@@ -101,6 +122,7 @@ def _tabulate(run: memoryview, chain: Chain, shard: str, base: int, *, whole: bo
     extensions = np.flatnonzero(_EXTENSION[kinds])
     records = blocks
     names: dict[int, bytes] = {}
+    targets: dict[int, bytes] = {}
     if len(extensions):
         records = blocks.copy()
         opened: int | None = None  # the first header of the record that is being read
@@ -110,7 +132,7 @@ def _tabulate(run: memoryview, chain: Chain, shard: str, base: int, *, whole: bo
             if opened is None or index != following:
                 opened = index
             following = index + 1
-            name, pax_size = _extension(run, chain, index, shard, base, whole=whole)
+            name, target, pax_size = _extension(run, chain, index, shard, base, whole=whole)
             owner = following
             if owner < known:
                 records[owner] = blocks[opened]
@@ -119,6 +141,8 @@ def _tabulate(run: memoryview, chain: Chain, shard: str, base: int, *, whole: bo
             if name is not None:
                 # Of several extensions the first is the outermost, and wins.
                 names.setdefault(opened, name)
+            if target is not None:
+                targets.setdefault(opened, target)
         if following == known:
             assert opened is not None
             if whole or ended:
@@ -129,16 +153,29 @@ def _tabulate(run: memoryview, chain: Chain, shard: str, base: int, *, whole: bo
                     offset=base + int(blocks[opened]) * BLOCK,
                 )
             resume = int(blocks[opened])
-        by_block = {int(blocks[opened]): name for opened, name in names.items()}
-        names = {i: by_block[r] for i, r in enumerate(records.tolist()) if r in by_block}
+        names, targets = _by_owner(names, blocks, records), _by_owner(targets, blocks, records)
     regular = np.flatnonzero(_REGULAR[kinds] & ~is_dataless(headers))
     _refuse_sparse(kinds, blocks, shard, base)
     last = show_name(text_of(headers[-1, :100])) if len(blocks) else ""
+    starts = (blocks[regular] + 1) * BLOCK
+    linked = np.flatnonzero(_LINK[kinds])
     return MemberTable(
         records=records[regular] * BLOCK,
-        starts=(blocks[regular] + 1) * BLOCK,
+        starts=starts,
         sizes=sizes[regular],
+        stops=starts + sizes[regular],
         names=_names(headers, regular, names, blocks, shard, base),
+        links=[
+            Link(
+                place=int(np.searchsorted(regular, index)),
+                record=int(records[index]) * BLOCK,
+                stop=(int(blocks[index]) + 1) * BLOCK,
+                name=names[index] if index in names else _plain_name(headers[index]),
+                target=targets.get(index, text_of(headers[index, 157:257])),
+                is_symbolic=int(kinds[index]) == _SYMBOLIC,
+            )
+            for index in linked.tolist()
+        ],
         resume=resume * BLOCK,
         ended=ended,
         skipped=len(blocks) - len(regular) - len(extensions),
@@ -147,10 +184,16 @@ def _tabulate(run: memoryview, chain: Chain, shard: str, base: int, *, whole: bo
     )
 
 
+def _by_owner(texts: Mapping[int, bytes], blocks: IntArray, records: IntArray) -> dict[int, bytes]:
+    """What is known by the first extension header of a record, by all headers of that record."""
+    by_block = {int(blocks[opened]): text for opened, text in texts.items()}
+    return {i: by_block[r] for i, r in enumerate(records.tolist()) if r in by_block} if by_block else {}
+
+
 def _extension(
     run: memoryview, chain: Chain, index: int, shard: str, base: int, *, whole: bool
-) -> tuple[bytes | None, int | None]:
-    """The name and the size that the extension header ``index`` gives to its member, None where it gives none."""
+) -> tuple[bytes | None, bytes | None, int | None]:
+    """Name, link and size that the extension header ``index`` gives to its member, None where it gives none."""
     block, size, kind = int(chain.blocks[index]), int(chain.sizes[index]), int(chain.headers[index, 156])
     offset = base + block * BLOCK
     if size > EXTENSION_BYTES:
@@ -167,24 +210,25 @@ def _extension(
                 "the shard ends inside a header extension: it is truncated; fetch or write it again",
                 offset=offset,
             )
-        return None, None
+        return None, None, None
     payload = bytes(run[start : start + size])
     if kind == ord("L"):
-        return text_of(payload), None
+        return text_of(payload), None, None
     if kind == ord("K"):
-        return None, None
+        return None, text_of(payload), None
     # Most PAX headers only carry times; a look at the bytes is much cheaper than parsing them.
     if b"path=" not in payload and b"size=" not in payload and b"GNU.sparse." not in payload:
-        return None, None
+        return None, None, None
     records = parse_pax(payload, shard, offset)
     if any(key.startswith(b"GNU.sparse.") for key in records):
         raise FormatError(shard, "a sparse member; write the shard without --sparse", offset=offset)
     if kind == ord("g"):
         if b"path" in records or b"size" in records:
             raise FormatError(shard, "a global PAX header with a path or size; write the shard again", offset=offset)
-        return None, None
+        return None, None, None
     path = records.get(b"path")
-    return None if path is None else path.rstrip(b"/"), pax_size_of(records, shard, offset)
+    name = None if path is None else path.rstrip(b"/")
+    return name, records.get(b"linkpath"), pax_size_of(records, shard, offset)
 
 
 def _refuse_sparse(kinds: AnyArray, blocks: IntArray, shard: str, base: int) -> None:
@@ -207,8 +251,7 @@ def _names(
     prefixed = np.flatnonzero(headers[regular, 345])
     for row in prefixed.tolist():
         if row not in special:
-            header = headers[regular[row]]
-            special[row] = text_of(header[345:500]) + b"/" + text_of(header[:100])
+            special[row] = _plain_name(headers[regular[row]])
     width = max((100, *map(len, special.values())))
     if width > NAME_BYTES:
         row = max(special, key=lambda row: len(special[row]))
@@ -223,3 +266,9 @@ def _names(
         names[row] = 0
         names[row, : len(name)] = np.frombuffer(name, np.uint8)
     return names
+
+
+def _plain_name(header: ByteMatrix) -> bytes:
+    """The name in a header of 512 bytes itself, with its prefix."""
+    name, prefix = text_of(header[:100]), text_of(header[345:500])
+    return prefix + b"/" + name if prefix else name

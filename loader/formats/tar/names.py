@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -95,6 +96,23 @@ def group_names(names: ByteMatrix) -> NameTable:
     fields, codes = _fields(names, dots, lengths)
     starts_sample = ~_continues(names, dots)
     return NameTable(members, names, dots, np.cumsum(starts_sample) - 1, codes, fields)
+
+
+def hash_keys(names: ByteMatrix, dots: IntArray) -> AnyArray:
+    """(names,) uint64: a number for each key, equal for equal ones, and hardly ever for others, in any table."""
+    width = int(dots.max(initial=0))
+    words = -(-width // 8)
+    padded = np.zeros((len(names), 8 * words), np.uint8)
+    np.multiply(names[:, :width], np.arange(width) < dots[:, None], out=padded[:, :width])
+    mixed = padded.view("<u8") * _factors(words)
+    sums: AnyArray = (mixed ^ (mixed >> np.uint64(32))).sum(axis=1, dtype=np.uint64)
+    return sums
+
+
+@cache
+def _factors(words: int) -> AnyArray:
+    """Odd numbers; the first ones are the same however many."""
+    return np.random.default_rng(0).integers(0, 1 << 63, words, np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 def _first_after_last_slash(names: ByteMatrix, width: int) -> IntArray:

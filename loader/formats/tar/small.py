@@ -26,6 +26,7 @@ def take_small_census(archive: memoryview) -> Census | None:
     every: set[str] = set()
     fields: set[str] = set()
     key: bytes | None = None
+    keys: set[bytes] = set()
     at = 0
     for _ in range(MOST_MEMBERS + 1):
         header = bytes(archive[at : at + BLOCK])
@@ -43,6 +44,9 @@ def take_small_census(archive: memoryview) -> Census | None:
         field = name[dot + 1 :].decode("ascii").lower()
         if name[:dot] != key:
             key = name[:dot]
+            if key in keys:
+                return None
+            keys.add(key)
             starts.append(at)
             stops.append(0)
             fields = set()

@@ -7,6 +7,8 @@ import http.server
 import json
 import os
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 from counted_gets import PutShards, keys
 
-from penstock import DistributedDataLoader, audit, open_manifest, pack
+from penstock import DistributedDataLoader, TokensFormat, audit, open_manifest, pack, verify
 from penstock.loader import BadSampleWarning, ConfigError, DatasetError, FormatError
 from penstock.loader.dataset.patterns import expand_braces
 from penstock.loader.dataset.source import select
@@ -117,6 +119,48 @@ def test_a_shard_whose_name_is_not_utf8_is_refused_and_other_files_are_not(
     (tmp_path / os.fsdecode(b"caf\xe9.parquet")).write_bytes(memory_store.get("part-000.parquet"))
     with pytest.raises(DatasetError, match=r"the name of the shard 'caf\\udce9\.parquet' is not UTF-8; rename it"):
         open_manifest(tmp_path)
+
+
+def test_a_name_in_utf8_is_not_blamed_where_the_locale_cannot_read_it(
+    memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path
+) -> None:
+    put_shards(memory_store, 1)
+    (tmp_path / "grün.parquet").write_bytes(memory_store.get("part-000.parquet"))
+    plain = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    program = f"from penstock import open_manifest; open_manifest({str(tmp_path)!r})"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **plain}, capture_output=True, text=True, check=False
+    )
+    assert "'gr\\xfcn.parquet' is UTF-8, but this process takes names for ascii" in ended.stderr
+    assert "PYTHONUTF8=1" in ended.stderr
+
+
+def test_a_link_that_leads_nowhere_is_called_so(
+    memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path
+) -> None:
+    put_shards(memory_store, 1)
+    (tmp_path / "a.parquet").write_bytes(memory_store.get("part-000.parquet"))
+    (tmp_path / "b.parquet").symlink_to("/gone/b.parquet")
+    for source in (tmp_path, f"{tmp_path}/*"):
+        with pytest.raises(
+            FormatError, match=r"b\.parquet: is listed, but nothing is there: a link that leads nowhere"
+        ):
+            open_manifest(source)
+    with pytest.raises(NotFoundError, match=r"b\.parquet is a link to /gone/b\.parquet, which is not there"):
+        open_manifest(tmp_path / "b.parquet")
+    assert [flaw.shard for flaw in verify(tmp_path).flaws] == ["b.parquet"]
+
+
+def test_a_name_without_its_ending_is_told_of_the_files_that_have_one(tmp_path: Path) -> None:
+    """As Megatron names data."""
+    for ending in ("bin", "idx"):
+        (tmp_path / f"my_text_document.{ending}").write_bytes(b"12")
+    with pytest.raises(
+        NotFoundError, match=r"my_text_document, but my_text_document\.bin, my_text_document\.idx beside"
+    ):
+        open_manifest(tmp_path / "my_text_document", format=TokensFormat(seq_len=1))
+    with pytest.raises(NotFoundError, match="there is no folder"):
+        open_manifest(tmp_path / "other")
 
 
 def test_braces_expand_as_a_shell_does() -> None:

@@ -75,6 +75,16 @@ def shards(source: Any, **options: Any) -> list[str]:
         (["train/dev-blog.tar", "train/test.tar"], ["train", "train"]),  # a folder called so beats a word in a name
         (["test/train-00000-of-00001.parquet"], ["train"]),  # and the hub's own names beat a folder
         (["test-suite/train-0.tar", "my-train/0.tar", "train-test-mix.tar"], ["train", "train", None]),
+        (["train2014/a.tar", "train2017/b.tar", "val2017/c.tar"], ["train2014", "train2017", "val"]),
+        (["x/train.jsonl", "x/train_small.jsonl.gz", "x/test-0.jsonl"], ["train", "train_small", "test"]),
+        (["train/0.tar", "train-small/0.tar", "y/train/0.tar"], ["train", "train_small", "train"]),
+        (["train_small.tar", "train_large-0.tar", "train_large-1.tar"], ["train_small", "train_large", "train_large"]),
+        # Numbers and words that count parts, languages and sources are of one split.
+        (["train0.tar", "train1999.tar", "train2000.tar", "train2001.tar"], ["train"] * 4),
+        (["train_2019.parquet", "train_2020.parquet", "train.parquet"], ["train"] * 3),
+        (["train_wiki.jsonl", "train_books.jsonl", "en/train.jsonl", "de/train_0.jsonl"], ["train"] * 4),
+        (["train.part-0.jsonl", "train-data-1.jsonl", "split=train/2.jsonl"], ["train"] * 3),
+        (["train-clean-100/0.tar", "train-clean-360/0.tar", "train-other-500/0.tar"], ["train"] * 3),
         (
             ["training/data-00000-of-00002.arrow", "contest.tar", "evaluate.tar", "trains.tar"],
             ["training", *[None] * 3],
@@ -99,6 +109,27 @@ def test_a_folder_of_several_splits_is_refused_with_its_splits_and_a_way_out(buc
     for way in ([f"{bucket.url}/"], [f"{bucket.url}/data/"]):
         with pytest.raises(DatasetError, match="several splits"):
             open_manifest(way)
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (("train2014/a.parquet", "train2017/b.parquet"), ("train2014", "train2017")),
+        (("train.parquet", "train_small.parquet"), ("train", "train_small")),
+    ],
+)
+def test_versions_and_parts_of_a_split_are_chosen_by_their_own_names(
+    bucket: Bucket, keys: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    bucket.fill(*keys)
+    with pytest.raises(DatasetError, match=rf"several splits: {names[0]} \(1 shard\), {names[1]} \(1 shard\)"):
+        open_manifest(bucket.url)
+    for name, key in zip(names, keys, strict=True):
+        assert shards(bucket.url, split=name) == [f"{bucket.url}/{key}"]
+    assert len(shards(bucket.url, split=list(names))) == len(shards(bucket.url, split="all")) == 2
+    if "train" not in names:
+        with pytest.raises(DatasetError, match="no split 'train'; its splits are train2014"):
+            open_manifest(bucket.url, split="train")
 
 
 def test_a_saved_manifest_of_all_does_not_let_splits_mix_and_serves_each(bucket: Bucket) -> None:

@@ -1,4 +1,7 @@
-"""What webdataset reads from a tar, TarFormat reads: keys, fields and bytes, sample by sample."""
+"""What webdataset reads from a tar, TarFormat reads: keys, fields and bytes, sample by sample.
+
+But for links, which webdataset passes over, and for samples in parts, which are refused.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +70,8 @@ MEMBERS: list[Member | tarfile.TarInfo] = [
     ("d/a.JPG", b"jpg" * 700),
     ("d/README", b"no dot: in no sample, and no end of one"),
     ("d/a.cls", b"7"),
-    info_of("d/a.link", tarfile.SYMTYPE, "a.cls"),
-    info_of("d/a.hard", tarfile.LNKTYPE, "d/a.cls"),
+    info_of("d/latest", tarfile.SYMTYPE, "a.cls"),
+    info_of("d/first", tarfile.LNKTYPE, "d/a.cls"),
     ("e/a.cls", b""),
     ("./x.y/z.txt", b"x" * 511),
     ("./x.y/z.json", b"x" * 512),
@@ -142,6 +145,10 @@ def test_any_names_and_sizes_read_as_webdataset_reads_them(
     try:
         ours: list[dict[str, Any]] | None = read_with_ours(tmp_path, data, chunk_bytes=chunk_bytes)
     except FormatError as error:
-        # A field given twice is an error in both; an archive without any sample is one in ours.
+        # A field given twice is an error in both; an archive without any sample, and samples in parts, are in ours.
         ours = [] if "belongs to a sample" in str(error) else None
+        if "in parts" in str(error) and expected is not None:
+            keys = [sample["__key__"] for sample in expected]
+            assert len(set(keys)) < len(keys)
+            return
     assert ours == expected
