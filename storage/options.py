@@ -116,7 +116,7 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
         elif name in _CLIENT:
             client[name] = value
         else:
-            known = _FRIENDLY.get(name, name).removeprefix("aws_") if _is_s3(scheme) else _FRIENDLY.get(name, name)
+            known = _FRIENDLY.get(name, name).removeprefix("aws_") if is_s3(scheme) else _FRIENDLY.get(name, name)
             if known in config:
                 raise UnsupportedURLError(f"storage_options give {known} twice, once as {name!r}; give it once")
             config[known] = value
@@ -128,7 +128,7 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
             raise UnsupportedURLError(f"storage_options {sorted(config)} mean nothing to a web server; leave them out")
         client.setdefault("allow_http", scheme == "http")
         return {}, client
-    if _is_s3(scheme):
+    if is_s3(scheme):
         _refuse_controls((f"the environment's {name}", os.environ.get(name, "")) for name in _S3_SECRETS)
         _complete_s3(config)
     if "endpoint" in config:
@@ -238,7 +238,8 @@ def _texts(value: Any) -> Iterable[str]:
         yield value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _is_s3(scheme: str) -> bool:
+def is_s3(scheme: str) -> bool:
+    """Whether URLs of a scheme are S3's."""
     return scheme in {"s3", "s3a"}
 
 

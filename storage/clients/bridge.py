@@ -10,12 +10,13 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from ..checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
+from ..checks import changed_before_write, check_etag, check_inside, check_key, check_length, is_key, where
 from ..errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError, UnsupportedURLError
 from ..options import environment_secrets, find_secrets
 from ..ranges import read_ranges
 from ..store import ByteRange, ObjectInfo
 from ..urls import PASSWORD, without_password
+from .odd_keys import leave_out_odd
 
 _KNOWN = "known are file, s3, gs, az, http(s), mem, and what fsspec reads with the packages installed here"
 _LEAST_SECRET = 6  # characters: shorter ones are parts of any text
@@ -131,7 +132,7 @@ class BridgeStore:
             raise self._translate(exc, folder) from self._cause(exc)
         cut = len(root) + 1
         found = [_describe(path[cut:], info) for path, info in entries.items() if path[cut:].startswith(prefix)]
-        return iter(sorted(found, key=lambda info: info.key))
+        return iter(sorted(leave_out_odd(self._url, found, is_key), key=lambda info: info.key))
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         """Write an object; as atomic as the file system's own way to write a whole file."""
