@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from ....storage import NotFoundError, ObjectInfo, Store
 from ....storage.files import in_home
+from ....storage.suggestions import unknown_choice
 from ...dataset.index import open_manifest
 from ...dataset.manifest import Manifest
 from ...dataset.patterns import FILE
@@ -141,7 +142,7 @@ def open_source(
 
     given = make_format(format) if isinstance(format, str) and format in FORMAT_NAMES else format
     if isinstance(given, str) and given not in ("files", "csv"):
-        raise ConfigError(f"source_format={given!r} is none of files, csv, {', '.join(FORMAT_NAMES)}")
+        raise ConfigError(unknown_choice("source_format", given, ("files", "csv", *FORMAT_NAMES)))
     if given is None or isinstance(given, str):
         try:
             store, selection = select(source, storage_options, split=split, progress=progress)
