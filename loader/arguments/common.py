@@ -182,6 +182,13 @@ def check_shuffle(shuffle: object) -> None:
         )
 
 
+def check_order(**choices: object) -> None:
+    """Raise ConfigError for text that is not "auto": ``lanes``, ``window`` and ``piece`` are numbers else."""
+    for name, choice in choices.items():
+        if isinstance(choice, str) and choice != "auto":
+            raise ConfigError(f"{name}={choice!r}: must be 'auto' or a whole number{did_you_mean(choice, ['auto'])}")
+
+
 def parse_cache_limit(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> int | None:
     """The cache's size in bytes, None if not given. Raises ConfigError if it is no size, or there is no cache."""
     if cache_limit is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from ...storage.suggestions import did_you_mean
-from ..errors import ConfigError
 from .permutation import IntArray
 from .plan import Order, next_power_of_two
 
@@ -37,9 +35,6 @@ def choose_order(
     Raises:
         ConfigError: no order has such a seed, number of lanes, window or piece.
     """
-    for name, choice in (("lanes", lanes), ("window", window), ("piece", piece)):
-        if isinstance(choice, str) and choice != "auto":
-            raise ConfigError(f"{name}={choice!r}: must be 'auto' or a whole number{did_you_mean(choice, ['auto'])}")
     if lanes == "auto":
         lanes = auto_lanes(shuffle=shuffle, world_size=world_size)
     order = Order(seed=seed, shuffle=shuffle, lanes=lanes)

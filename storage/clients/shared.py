@@ -33,8 +33,8 @@ def open_shared(origin: str, config: Any, client: Any, *, is_http: bool) -> Any:
         if is_http:
             return HTTPStore.from_url(origin, client_options=client, retry_config=retry)
         url = origin.replace("gcs://", "gs://", 1)  # which is all that obstore knows
-        settings = {name: value for name, value in config.items() if name != CREDENTIALS_OPTION}
-        provider = {name: value for name, value in config.items() if name == CREDENTIALS_OPTION}
+        settings: Any = {name: value for name, value in config.items() if name != CREDENTIALS_OPTION}
+        provider: Any = {name: value for name, value in config.items() if name == CREDENTIALS_OPTION}
         return from_url(url, config=settings, client_options=client, retry_config=retry, **provider)
 
     return share_client(origin, {**config, "client": sorted(client.items())}, make)

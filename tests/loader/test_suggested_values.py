@@ -14,7 +14,6 @@ from penstock import (
     Packing,
     PenstockError,
     SequenceCut,
-    Subset,
     TokensFormat,
     pack,
 )
@@ -77,11 +76,10 @@ def test_an_unknown_value_is_refused_with_the_one_that_was_meant(
         (lambda: Mixture({"web": 1.0}, schedule={10: {"wbe": 2.0}}), "web"),
         (lambda: SequenceCut(["tokens"], order="head"), "head_tail"),  # type: ignore[arg-type]
         (lambda: TokensFormat(seq_len=8, dtype="unt16"), "uint16"),
-        (lambda: Subset.split({"train": 0.9, "val": 0.1})["trian"], "train"),
     ],
 )
 def test_an_unknown_setting_is_refused_with_the_one_that_was_meant(make: Any, meant: str) -> None:
-    with pytest.raises((PenstockError, KeyError), match=rf"; did you mean '{meant}'\?"):
+    with pytest.raises(PenstockError, match=rf"; did you mean '{meant}'\?"):
         make()
 
 

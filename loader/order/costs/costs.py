@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ....storage.suggestions import did_you_mean
 from ...errors import ConfigError
 from ..cached import cached_property
 from ..permutation import IntArray
@@ -46,10 +45,7 @@ class Cost:
         if not isinstance(self.index, str) or not self.index:
             raise ConfigError(f"index={self.index!r}: give the name of an index of costs, such as 'tokens'")
         if not callable(self.model) and self.model not in ("linear", "quadratic"):
-            raise ConfigError(
-                f"model={self.model!r}: must be 'linear', 'quadratic' or a function of an array of costs"
-                f"{did_you_mean(self.model, ['linear', 'quadratic'])}"
-            )
+            raise ConfigError(f"model={self.model!r}: must be 'linear', 'quadratic' or a function of an array of costs")
         size = self.hidden_size
         if self.model != "quadratic" and size is not None:
             raise ConfigError(f"hidden_size={size} with model={self.model!r}: only the quadratic model has one")

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from ....storage.suggestions import did_you_mean
 from ...errors import ConfigError
 from ..permutation import IntArray, UIntArray, random_numbers, random_numbers_at, stream_key
 
@@ -84,10 +83,10 @@ class Subset:
         if not parts or not all(0 < part <= 1 for part in parts) or abs(math.fsum(parts) - 1) > _ROUNDING:
             raise ConfigError(f"shares={dict(shares)}: must be positive and add up to 1, not {math.fsum(parts):g}")
         edges = [math.fsum(parts[:number]) for number in range(len(parts))] + [1.0]
-        return _Parts(
-            (name, Subset.share(low, high, seed=seed))
+        return {
+            name: Subset.share(low, high, seed=seed)
             for name, low, high in zip(shares, edges[:-1], edges[1:], strict=True)
-        )
+        }
 
     @staticmethod
     def take(count: int | None = None, *, skip: int = 0, seed: int = 0) -> Subset:
@@ -180,10 +179,3 @@ def _whole(name: str, value: object) -> int:
         return int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(f"{name}={value!r} is not a whole number") from None
-
-
-class _Parts(dict[str, Subset]):
-    """The parts of a split by their names."""
-
-    def __missing__(self, name: object) -> Subset:
-        raise KeyError(f"no part {name!r}; the parts are {', '.join(map(repr, self))}{did_you_mean(name, self)}")

@@ -117,7 +117,7 @@ def test_scaling_without_a_known_batch_size_names_the_loader_and_the_cure(loader
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shape": "cosin"}, "schedule.shape='cosin': must be .*; did you mean 'cosine'"),
+        ({"shape": "cosin"}, "schedule.shape='cosin': must be 'constant', 'linear' or 'cosine'; did you mean 'cosine'"),
         ({"warmup_steps": -1}, "schedule.warmup_steps=-1 is out of range"),
         ({"scaling": "linear"}, "give schedule.base_batch_size"),
         ({"end_factor": 0.1}, "schedule.shape='constant' does not come there; give schedule.shape='cosine'"),
