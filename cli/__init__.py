@@ -79,7 +79,7 @@ def _run_overview(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help", "help"):
         _print_overview()
         return OK if given else USAGE
-    from .words import did_you_mean
+    from ..storage.suggestions import did_you_mean
 
     meant = did_you_mean(given[0], COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
     return _tell_error("penstock", f"unknown command {given[0]!r}{meant}")

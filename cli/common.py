@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args
+from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -18,6 +18,7 @@ from ..benchmarks.arguments import describe, docstring
 from ..loader.errors import ConfigError
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
+from ..storage.suggestions import did_you_mean, listed
 from .screen import console as console
 from .screen import fact_table as fact_table
 from .screen import format_bytes as format_bytes
@@ -72,6 +73,7 @@ def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Argu
     """Parse arguments into a command's dataclass; ``--help`` exits with 0, wrong arguments exit with 2."""
     style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     _parsed.append(kind)
+    _check_choices(kind, arguments)
     description = describe(docstring(kind), indent="  ")
     printed = _Printed(sys.stdout)
     try:
@@ -81,6 +83,25 @@ def parse(kind: type[Arguments], command: str, arguments: Sequence[str]) -> Argu
             )
     finally:
         sys.stdout.write(re.sub(r"\n{3,}", "\n\n", printed.getvalue()))
+
+
+def _check_choices(kind: type, arguments: Sequence[str]) -> None:
+    """Raise ConfigError for a value that is none of an option's choices: tyro lists these, and suggests none."""
+    choices = {}
+    for name, hint in get_type_hints(kind).items():
+        literals = [one for one in (hint, *get_args(hint)) if get_origin(one) is Literal]
+        if literals:
+            choices["--" + name.replace("_", "-")] = [str(choice) for one in literals for choice in get_args(one)]
+    for place, word in enumerate(arguments):
+        option, mark, value = word.partition("=")
+        option = option.replace("_", "-")
+        if option not in choices or not (mark or place + 1 < len(arguments)):
+            continue
+        value = value if mark else arguments[place + 1]
+        if not value.startswith("-") and value not in choices[option]:
+            raise ConfigError(
+                f"{option} {value}: must be {listed(choices[option])}{did_you_mean(value, choices[option])}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

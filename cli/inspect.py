@@ -34,8 +34,9 @@ _PICTURES = 3
 class InspectArguments(SourceArguments):
     """Show the format, fields and sizes of a data set, and its first samples; or one sample, by id or key.
 
-    Sizes of samples are those of their values, as they are once a chunk is opened. In a terminal with colours the first
-    images are drawn.
+    Sizes of samples are those of their values, as they are once a chunk is opened. "in a batch" is what a loader makes
+    of a field by default, as the first chunk has it: a tensor with its type and shape, or a list. In a terminal with
+    colours the first images are drawn.
 
     A sample's id is its ordinal, as in batch["__id__"] and in errors; one chunk is read for it. By key, the data set is
     read from its beginning until the key is found.
@@ -126,18 +127,20 @@ def _report(seen: Inspection, screen: Screen) -> None:
 
 
 def _print_fields(screen: Screen, seen: Inspection) -> None:
-    """Field, type and value of each field; a long value goes on below itself, where that is wide enough."""
-    rows = [(shown(field.name), shown(field.kind), shown(field.value)) for field in seen.fields]
-    widths = [max(map(len, column)) + 2 for column in list(zip(("field", "type", ""), *rows, strict=True))[:2]]
+    """Field, types and value of each field; a long value goes on below itself if that is wide enough."""
+    rows = [(shown(f.name), shown(f.kind), shown(f.in_batch), shown(f.value)) for f in seen.fields]
+    heads = ("field", "type", "in a batch")
+    widths = [max(map(len, column)) + 2 for column in list(zip((*heads, ""), *rows, strict=True))[:3]]
     start = sum(widths)
     narrow = start > screen.width // 2
-    head = "field" if narrow else f"{'field':<{widths[0]}}{'type':<{widths[1]}}value"
-    screen.print(heading(head))
-    for name, kind, value in rows:
+    words = "".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))
+    screen.print(heading(words.rstrip() if narrow else f"{words}value"))
+    for name, kind, in_batch, value in rows:
         lines = wrapped(value, screen.width - (4 if narrow else start))
-        first = Text.assemble((f"{name}  " if narrow else name.ljust(widths[0]), "cyan"), kind.ljust(widths[1]))
+        rest = kind.ljust(widths[1]) + (in_batch if narrow else in_batch.ljust(widths[2]))
+        first = Text.assemble((name.ljust(widths[0]), "cyan"), rest)
         if narrow:
-            screen.print(first)
+            screen.print(first, soft_wrap=True)
         else:
             first.append(lines.pop(0))
             screen.print(first, soft_wrap=True)

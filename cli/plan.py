@@ -189,6 +189,8 @@ def _report(
             screen.print(line)
 
 
+_PACK = "penstock pack SOURCE TARGET"
+_SMALL_BYTES = 64 << 20  # as much as any rank reads and holds without notice
 _LAST_WORDS = {
     "drop": "samples that do not fill a global batch are left out of the epoch; others are in it the next time",
     "pad": "the last global batch is filled up with repeated samples, marked in __valid__",
@@ -198,8 +200,8 @@ _LAST_WORDS = {
 
 def _warnings(forecasts: Sequence[Forecast]) -> list[str]:
     """In words, what to do about a data set of too few chunks for the lanes, or that mixes badly."""
-    few = [each for each in forecasts if each.chunks < each.lanes]
-    cut, held = [each for each in few if not each.piece], [each for each in few if each.piece and each.world_size > 1]
+    few = [each for each in forecasts if each.chunks < each.lanes and each.world_size > 1]
+    cut, held = [each for each in few if not each.piece], [each for each in few if each.piece]
     lopsided = [each for each in forecasts if each.mixing is not None and each.mixing.verdict == "poor"]
     return [*_cut_chunks(cut), *_held_chunks(held), *_lopsided(lopsided)]
 
@@ -209,29 +211,39 @@ def _ranks(forecasts: Sequence[Forecast]) -> str:
     return f"{', '.join(shown)} {'rank' if shown == ['1'] else 'ranks'}"
 
 
+def _few_chunks(worst: Forecast) -> str:
+    return "The data set is one chunk" if worst.chunks == 1 else f"The data set has only {worst.chunks:,} chunks"
+
+
 def _cut_chunks(few: Sequence[Forecast]) -> Iterator[str]:
     if few:
         worst = max(few, key=lambda each: each.lanes)
-        times = 1 + worst.cut_chunks / worst.chunks
+        times = min(1 + worst.cut_chunks / worst.chunks, worst.world_size)
         share = worst.bytes / (4 * worst.lanes)
         smaller = f" --shard-mib {share / (1 << 20):.2g}" if share < CHUNK_BYTES else ""
         yield (
-            f"Too few chunks: on {_ranks(few)} the lanes are more than the chunks, at most {worst.lanes:,} for "
-            f"{worst.chunks:,}, so that a chunk is read {times:.1f} times an epoch, once for each lane that has a part "
-            "of it. Give fewer lanes with --lanes, or pack the data set again into more chunks: "
-            f"`penstock pack SOURCE TARGET{smaller}`."
+            f"{_few_chunks(worst)} for up to {worst.lanes:,} lanes: on {_ranks(few)} several ranks read parts of the "
+            f"same chunk, each chunk up to {times:.1f} times an epoch. "
+            + _cure(worst, f"Give fewer lanes with --lanes, or pack it again into more chunks: `{_PACK}{smaller}`.")
         )
 
 
 def _held_chunks(few: Sequence[Forecast]) -> Iterator[str]:
     if few:
         worst = max(few, key=lambda each: each.read_amplification)
+        held = "it" if worst.chunks == 1 else "every chunk that has rows of its share"
         yield (
-            f"Too few chunks: on {_ranks(few)} the lanes are more than the chunks, at most {worst.lanes:,} for "
-            f"{worst.chunks:,}. So rows are shuffled, and every rank reads and holds the chunks of all its rows: a "
-            f"chunk is read {worst.read_amplification:.1f} times an epoch. For a large data set, pack it again into "
-            "more chunks with `penstock pack`."
+            f"{_few_chunks(worst)}, so its rows are shuffled one by one: on {_ranks(few)} each rank reads and holds "
+            f"{held}, and a chunk is read {worst.read_amplification:.1f} times an epoch. "
+            + _cure(worst, f"Pack it again into more chunks: `{_PACK}`.")
         )
+
+
+def _cure(worst: Forecast, cure: str) -> str:
+    """The cure for chunks that several ranks read; a small data set needs none."""
+    if worst.bytes <= _SMALL_BYTES:
+        return f"At {format_bytes(worst.bytes)} that costs little."
+    return cure
 
 
 def _lopsided(forecasts: Sequence[Forecast]) -> Iterator[str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 _VALUE = r"(?:'[^']*'|\"[^\"]*\"|[\w.+-]+(?:\([^()]*\))?)"
 
@@ -39,9 +38,3 @@ def options_of(kind: type) -> list[str]:
     """The names of a command's options, the longest first."""
     names = [field.name for field in dataclasses.fields(kind)]
     return sorted(names, key=len, reverse=True)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question to append to an error, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""

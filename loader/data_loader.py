@@ -14,6 +14,7 @@ from .arguments.common import (
     SampleWeights,
     check_at_least,
     check_last_batch,
+    check_order,
     check_selection,
     check_shuffle,
     make_share,
@@ -207,6 +208,7 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
                 on_error=None if on_error == "stop" else on_error,
             )
         check_shuffle(shuffle)
+        check_order(lanes=lanes, window=window, piece=piece)
         check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
         check_last_batch(last_batch)
         sizes = batch_size, global_batch_size

@@ -10,18 +10,24 @@ from .errors import ObjectChangedError, ShortReadError, StorageError
 from .store import ByteRange
 
 
+def is_key(key: str) -> bool:
+    """Whether a key names an object below a root: it has no empty, '.' or '..' part, and no NUL."""
+    # The cheap test first: this runs on every read.
+    if not key or "\0" in key or key[0] == "/":
+        return False
+    if "." not in key and "//" not in key and key[-1] != "/":
+        return True
+    return all(part not in {"", ".", ".."} for part in key.split("/"))
+
+
 def check_key(url: str, key: str) -> None:
     """Refuse a key that is empty, absolute, or could leave the root.
 
     Raises:
         StorageError: the key has an empty, '.' or '..' part, or a NUL.
     """
-    # The cheap test first: this runs on every read.
-    if key and "\0" not in key and key[0] != "/":
-        if "." not in key and "//" not in key and key[-1] != "/":
-            return
-        if all(part not in {"", ".", ".."} for part in key.split("/")):
-            return
+    if is_key(key):
+        return
     raise StorageError(
         f"{key!r} is no key below {url}: keys are like 'train/shard-000.tar', with no '/' at either end, "
         "no empty part, and no part that is '.' or '..'"

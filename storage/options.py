@@ -14,19 +14,20 @@ Beside clouds, every store takes ``encryption_key`` (`penstock.storage.encryptio
 
 from __future__ import annotations
 
-import configparser
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from .aws_profile import credentials_of, profile_name, read_profile
 from .errors import UnsupportedURLError
 from .retrying.patience import TimeLimit
+from .suggestions import did_you_mean
 
+CREDENTIALS_OPTION = "credential_provider"
 DIRECT_OPTION = "direct_reads"
 ENCRYPTION_OPTION = "encryption_key"
 MAPPED_OPTION = "mapped_reads"
@@ -62,6 +63,31 @@ _CLIENT = frozenset(
         "user_agent",
     }
 )
+# obstore's names of what a cloud's store takes, which errors suggest; it takes them with a cloud's prefix, too.
+_OF_CLOUD = {
+    "s3": (
+        "access_key_id", "bucket", "checksum_algorithm", "conditional_put", "container_authorization_token_file",
+        "container_credentials_full_uri", "container_credentials_relative_uri", "copy_if_not_exists", "default_region",
+        "disable_bulk_delete", "disable_tagging", "endpoint", "imdsv1_fallback", "metadata_endpoint", "region",
+        "request_payer", "role_arn", "role_session_name", "s3_express", "secret_access_key", "server_side_encryption",
+        "session_token", "skip_signature", "sse_bucket_key_enabled", "sse_customer_key_base64", "sse_kms_key_id",
+        "endpoint_url_sts", "unsigned_payload", "virtual_hosted_style_request", "web_identity_token_file",
+    ),
+    "gs": (
+        "application_credentials", "base_url", "bearer_token", "bucket", "service_account", "service_account_key",
+        "skip_signature",
+    ),
+    "az": (
+        "access_key", "account_key", "account_name", "authority_host", "client_id", "client_secret", "container_name",
+        "disable_tagging", "endpoint", "fabric_cluster_identifier", "fabric_session_token", "fabric_token_service_url",
+        "fabric_workload_host", "federated_token_file", "msi_endpoint", "msi_resource_id", "object_id", "sas_key",
+        "skip_signature", "tenant_id", "token", "use_azure_cli", "use_emulator", "use_fabric_endpoint",
+    ),
+}  # fmt: skip
+_OF_S3 = ("endpoint_url", "access_key", "key", "secret_key", "secret", "token")
+_OF_PENSTOCK = (
+    "anonymous", "anon", "timeout_s", "connect_timeout_s", CREDENTIALS_OPTION, DIRECT_OPTION, ENCRYPTION_OPTION
+)  # fmt: skip
 _SECRET_WORDS = (
     "secret",
     "token",
@@ -116,7 +142,7 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
         elif name in _CLIENT:
             client[name] = value
         else:
-            known = _FRIENDLY.get(name, name).removeprefix("aws_") if _is_s3(scheme) else _FRIENDLY.get(name, name)
+            known = _FRIENDLY.get(name, name).removeprefix("aws_") if is_s3(scheme) else _FRIENDLY.get(name, name)
             if known in config:
                 raise UnsupportedURLError(f"storage_options give {known} twice, once as {name!r}; give it once")
             config[known] = value
@@ -125,10 +151,11 @@ def configure(scheme: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if scheme == "http" and not is_true(client.get("allow_http", True)):
             raise UnsupportedURLError(_NO_HTTP)
         if config:
-            raise UnsupportedURLError(f"storage_options {sorted(config)} mean nothing to a web server; leave them out")
+            meant = did_you_mean(config, known_options(scheme)) or "; leave them out"
+            raise UnsupportedURLError(f"storage_options {sorted(config)} mean nothing to a web server{meant}")
         client.setdefault("allow_http", scheme == "http")
         return {}, client
-    if _is_s3(scheme):
+    if is_s3(scheme):
         _refuse_controls((f"the environment's {name}", os.environ.get(name, "")) for name in _S3_SECRETS)
         _complete_s3(config)
     if "endpoint" in config:
@@ -144,6 +171,14 @@ def _milliseconds(name: str, value: Any) -> int:
     if found <= 0:
         raise UnsupportedURLError(f"storage_options={{{name!r}: {value!r}}}: give seconds, more than 0")
     return found
+
+
+def known_options(scheme: str) -> list[str]:
+    """The names that ``storage_options`` may have for URLs of a scheme, without obstore's rarer spellings."""
+    if scheme in {"http", "https"}:
+        return sorted({*_CLIENT, "timeout_s", "connect_timeout_s", DIRECT_OPTION, ENCRYPTION_OPTION})
+    cloud = "s3" if is_s3(scheme) else "gs" if scheme.startswith("g") else "az"
+    return sorted({*_CLIENT, *_OF_CLOUD[cloud], *_OF_PENSTOCK, *(_OF_S3 if cloud == "s3" else ())})
 
 
 def is_true(value: Any) -> bool:
@@ -238,7 +273,8 @@ def _texts(value: Any) -> Iterable[str]:
         yield value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def _is_s3(scheme: str) -> bool:
+def is_s3(scheme: str) -> bool:
+    """Whether URLs of a scheme are S3's."""
     return scheme in {"s3", "s3a"}
 
 
@@ -247,32 +283,23 @@ def _complete_s3(config: dict[str, Any]) -> None:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         config.setdefault("endpoint", endpoint)
-    profile = _read_profile()
+    name = profile_name()
+    profile = read_profile(name)
+    if profile.get("endpoint_url") and not is_true(os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "")):
+        config.setdefault("endpoint", profile["endpoint_url"])
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or profile.get("region")
     config.setdefault("region", region or "us-east-1")
-    has_identity = "access_key_id" in config or any(os.environ.get(name) for name in _S3_IDENTITY)
-    if not has_identity and not config.get("skip_signature") and "aws_access_key_id" in profile:
+    is_given = not config.keys().isdisjoint({"access_key_id", CREDENTIALS_OPTION, "web_identity_token_file"})
+    if is_given or is_true(config.get("skip_signature", "")) or any(os.environ.get(name) for name in _S3_IDENTITY):
+        return
+    if "aws_access_key_id" in profile:
         config["access_key_id"] = profile["aws_access_key_id"]
         config["secret_access_key"] = profile.get("aws_secret_access_key", "")
         if "aws_session_token" in profile:
             config["session_token"] = profile["aws_session_token"]
-
-
-def _read_profile() -> dict[str, str]:
-    """Read the profile's section of the shared credentials and config files; empty if there are none."""
-    name = os.environ.get("AWS_PROFILE", "default")
-    home = Path.home() / ".aws"
-    files = (
-        (os.environ.get("AWS_CONFIG_FILE", home / "config"), name if name == "default" else f"profile {name}"),
-        (os.environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials"), name),
-    )
-    found: dict[str, str] = {}
-    for path, section in files:
-        parser = configparser.RawConfigParser()
-        try:
-            parser.read(path, encoding="utf-8")
-        except (configparser.Error, OSError, UnicodeDecodeError):
-            continue
-        if parser.has_section(section):
-            found.update(parser.items(section))
-    return found
+    elif profile.get("web_identity_token_file") and profile.get("role_arn"):
+        for setting in ("web_identity_token_file", "role_arn", "role_session_name"):
+            if profile.get(setting):
+                config[setting] = profile[setting]
+    elif (provider := credentials_of(name, profile)) is not None:
+        config[CREDENTIALS_OPTION] = provider

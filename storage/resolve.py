@@ -21,6 +21,7 @@ from .options import ENCRYPTION_OPTION, MAPPED_OPTION
 from .retrying.config import RetryConfig
 from .retrying.retry import RetryStore
 from .store import Store
+from .suggestions import did_you_mean, must_be
 from .urls import CLOUD_SCHEMES, WEB_SCHEMES
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -79,10 +80,13 @@ def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     options = dict(storage_options or {})
     maps = options.pop(MAPPED_OPTION, True) if scheme == "file" else True
     if not isinstance(maps, bool) and maps != "views":
-        raise UnsupportedURLError(f"storage_options={{{MAPPED_OPTION!r}: {maps!r}}}: must be True, False or 'views'")
+        raise UnsupportedURLError(
+            f"storage_options={{{MAPPED_OPTION!r}: {maps!r}}}: {must_be(maps, (True, False, 'views'))}"
+        )
     if scheme in {"file", "mem"} and options:
         known = f"takes {MAPPED_OPTION!r} alone" if scheme == "file" else "takes no storage_options"
-        raise UnsupportedURLError(f"{text}: {scheme} {known}, got {sorted(options)}")
+        meant = did_you_mean(options, [MAPPED_OPTION] if scheme == "file" else [])
+        raise UnsupportedURLError(f"{text}: {scheme} {known}, got {sorted(options)}{meant}")
     if scheme == "mem":
         return MemoryStore(text)
     if scheme != "file":

@@ -28,8 +28,8 @@ ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}}
 # The floors of a room, from the ground up: a folder or file imports from floors below its own, and from its own folder.
 FLOORS = {
     "storage": (
-        {"errors", "store", "store_link", "threads"},
-        {"checks", "hashing", "pages", "ranges", "urls"},
+        {"errors", "store", "store_link", "suggestions", "threads"},
+        {"aws_profile", "checks", "hashing", "pages", "ranges", "urls"},
         {"files"},
         {"memory", "own_folder"},
         {"retrying"},

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ..storage.suggestions import did_you_mean, nearest, unknown_choice
 from .errors import TrainerConfigError
 
 Config = TypeVar("Config")
@@ -48,14 +48,14 @@ def build_config(config: type[Config], values: Mapping[str, Any], where: str = "
 
 def suggest(word: str, known: Collection[str]) -> str:
     """The end of an error about an unknown word: what was probably meant, or all known words."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+    near = nearest(word, known)
+    return f"did you mean {near!r}?" if near is not None else f"known are {', '.join(sorted(known))}"
 
 
 def check_choice(key: str, value: Any, choices: Collection[Any]) -> None:
     """Refuse a value that is none of the choices."""
     if value not in choices:
-        raise TrainerConfigError(f"{key}={value!r} is not known; use one of {', '.join(map(repr, choices))}")
+        raise TrainerConfigError(unknown_choice(key, value, choices))
 
 
 def check_range(key: str, value: float | None, *, low: float, above: bool = False, high: float | None = None) -> None:
@@ -90,6 +90,9 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
             return float(value)
     elif kind in (int, bool, str) and type(value) is kind:
         return value
+    words = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
+    if isinstance(value, str) and words:
+        raise TrainerConfigError(f"{key}={value!r} is not known; give {_describe(kind)}{did_you_mean(value, words)}")
     raise TrainerConfigError(f"{key}={value!r} is a {type(value).__name__}; give {_describe(kind)}")
 
 

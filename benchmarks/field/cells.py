@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ...loader.errors import ConfigError
+from ...storage.suggestions import did_you_mean
 from ..datasets import CASES
 from ..harness.config import Environments
 from ..peers.catalogue import PEERS, find_peer
@@ -58,7 +59,9 @@ class FieldConfig:
     def __post_init__(self) -> None:
         for name in self.workloads:
             if name not in CASES:
-                raise ConfigError(f"--workloads {name}: unknown; the workloads are {', '.join(CASES)}")
+                raise ConfigError(
+                    f"--workloads {name}: unknown; the workloads are {', '.join(CASES)}{did_you_mean(name, CASES)}"
+                )
         for name in self.against:
             find_peer(name)
         for store in self.stores:

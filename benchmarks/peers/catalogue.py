@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...loader.errors import ConfigError
+from ...storage.suggestions import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,5 +124,5 @@ PEERS: Mapping[str, Peer] = {
 def find_peer(name: str) -> Peer:
     """Raises ConfigError where there is no such peer."""
     if name not in PEERS:
-        raise ConfigError(f"--against {name}: unknown; the peers are {', '.join(PEERS)}")
+        raise ConfigError(f"--against {name}: unknown; the peers are {', '.join(PEERS)}{did_you_mean(name, PEERS)}")
     return PEERS[name]

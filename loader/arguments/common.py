@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from ...storage.suggestions import did_you_mean, unknown_choice
 from ..columns import KEY_COLUMN
 from ..dataset.manifest import Manifest
 from ..decoding.decode import DecodeChoice, check_choice
@@ -95,8 +96,15 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
                 f"columns={names}: only samples of tar shards have a {KEY_COLUMN!r}, and this data set is "
                 f"{manifest.format}; leave it out (with_ids=True adds sample ids). Its columns are {sorted(fields)}"
             )
-        if unknown or not names:
-            raise ConfigError(f"columns={names}: {unknown or 'nothing'} is not among {sorted(manifest.fields)}")
+        if not names:
+            raise ConfigError(
+                f"columns={names} reads nothing; leave columns= out to read all fields, or name some of "
+                f"{sorted(manifest.fields)}"
+            )
+        if unknown:
+            raise ConfigError(
+                f"columns={names}: {unknown} is not among {sorted(manifest.fields)}{did_you_mean(unknown, fields)}"
+            )
     refuse_missing(manifest.schema, names)
     check_choice(decode, fields, [name for name in fields if _is_value(manifest, name)])
     return names
@@ -131,9 +139,10 @@ def _shard_weights(manifest: Manifest, weights: Mapping[str, float]) -> np.ndarr
     keys = [shard.key for shard in manifest.shards]
     fits = [next((pattern for pattern in weights if fnmatchcase(key, pattern)), None) for key in keys]
     if None in fits:
+        others = fits.count(None) - 1
         raise ConfigError(
-            f"weights: no pattern of {list(weights)} fits the shard {keys[fits.index(None)]!r} and "
-            f"{fits.count(None) - 1:,} others; add '*' last for all others"
+            f"weights: no pattern of {list(weights)} fits the shard {keys[fits.index(None)]!r}"
+            f"{f' and {others:,} others' if others else ''}; add '*' last for all others"
         )
     idle = [pattern for pattern in weights if pattern not in fits]
     if idle:
@@ -162,7 +171,7 @@ def check_selection(*, shuffle: bool, is_weighted: bool, is_audited: bool) -> No
 def check_last_batch(last_batch: LastBatch) -> None:
     """Raise ConfigError unless ``last_batch`` is known."""
     if last_batch not in get_args(LastBatch):
-        raise ConfigError(f"last_batch={last_batch!r}: must be 'drop', 'pad' or 'partial'")
+        raise ConfigError(unknown_choice("last_batch", last_batch, get_args(LastBatch)))
 
 
 def check_shuffle(shuffle: object) -> None:
@@ -171,6 +180,13 @@ def check_shuffle(shuffle: object) -> None:
         raise ConfigError(
             f"shuffle={shuffle!r}: must be True or False; window= is how far samples mix, in chunks, and seed= the seed"
         )
+
+
+def check_order(**choices: object) -> None:
+    """Raise ConfigError for text that is not "auto": ``lanes``, ``window`` and ``piece`` are numbers else."""
+    for name, choice in choices.items():
+        if isinstance(choice, str) and choice != "auto":
+            raise ConfigError(f"{name}={choice!r}: must be 'auto' or a whole number{did_you_mean(choice, ['auto'])}")
 
 
 def parse_cache_limit(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> int | None:

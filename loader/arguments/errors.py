@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from ...storage.files import in_home
+from ...storage.suggestions import unknown_choice
 from ..dataset.manifest import Manifest
 from ..decoding.replace import Replacer
 from ..decoding.row_work import RowWork
@@ -57,7 +58,7 @@ class ErrorArguments:
         audit_dir: str | os.PathLike[str] | None,
     ) -> ErrorArguments:
         if on_error not in get_args(OnError):
-            raise ConfigError(f"on_error={on_error!r}: must be one of {', '.join(map(repr, get_args(OnError)))}")
+            raise ConfigError(unknown_choice("on_error", on_error, get_args(OnError)))
         if max_bad_chunks is not None:
             check_at_least("max_bad_chunks", max_bad_chunks, 0)
         if max_bad_chunks and has_budget:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
 from ..limits import parse_bytes, usable_cores
 from ..pipeline.tuning import TuningChoice
@@ -22,9 +23,11 @@ def read_tuning(
     """What was chosen of threads and read-ahead. Raises ConfigError where that is impossible."""
     for name, value in (("threads", threads), ("fetch_threads", fetch_threads)):
         if value != "auto":
+            if isinstance(value, str):
+                raise ConfigError(f"{name}={value!r}: must be 'auto' or a whole number{did_you_mean(value, ['auto'])}")
             check_at_least(name, value, 1)
     if autotune != "auto" and not isinstance(autotune, bool):
-        raise ConfigError(f"autotune={autotune!r}: must be 'auto', True or False")
+        raise ConfigError(unknown_choice("autotune", autotune, ("auto", True, False)))
     memory_bytes = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
     ahead = None if read_ahead == "auto" else parse_bytes(read_ahead, "read_ahead")
     if ahead is not None and memory_bytes is not None and ahead > memory_bytes:

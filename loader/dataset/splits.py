@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError, DatasetError
 
 Split = str | Sequence[str]
@@ -206,7 +207,9 @@ def choose_splits(url: str, wanted: Split, names: Mapping[str, str], shards: int
                 "train-00000-of-00012.parquet, train.jsonl); leave split= (--split) out, or name shards by a pattern"
             )
         if match is None:
-            raise DatasetError(f"{url}: no split {name!r}; its splits are {_list(found)}")
+            raise DatasetError(
+                f"{url}: no split {name!r}; its splits are {_list(found)}{did_you_mean(name, [*found, ALL])}"
+            )
     if len(set(chosen)) < len(chosen):
         raise ConfigError(f"split={wanted!r} names a split twice")
     return [name for name in chosen if name is not None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, runtim
 
 import numpy as np
 
+from ...storage.suggestions import did_you_mean, unknown_choice
 from ..columns import AnyArray, BytesColumn, ObjectColumn
 from ..errors import ConfigError, DecodeError
 from .batch_values import BatchValues
@@ -91,7 +92,9 @@ def field_decoder(field: str, choice: DecodeChoice, *, of_columns: bool = False)
 
 def _require_mapping(choice: Any) -> Mapping[str, Any]:
     if not isinstance(choice, Mapping):
-        raise ConfigError(f"decode={choice!r} is unknown; use 'auto', None, or a mapping like {{'jpg': fn}}")
+        raise ConfigError(
+            f"decode={choice!r}: must be 'auto', None, or a mapping like {{'jpg': fn}}{did_you_mean(choice, ['auto'])}"
+        )
     return choice
 
 
@@ -109,7 +112,9 @@ def check_choice(choice: DecodeChoice, fields: Sequence[str], values: Sequence[s
     key_of = {name: _matching_key(name, choice) for name in fields}
     unused = sorted(set(choice) - set(key_of.values()))
     if unused:
-        raise ConfigError(f"decode= names {unused}, but the data set's fields are {sorted(fields)}")
+        raise ConfigError(
+            f"decode= names {unused}, but the data set's fields are {sorted(fields)}{did_you_mean(unused, fields)}"
+        )
     called = {key_of[name] for name in fields if name not in values}
     useless = sorted(key for key, decoder in choice.items() if decoder is not None and key not in called)
     if useless:
@@ -320,7 +325,7 @@ class FieldDecoders:
         self, choice: DecodeChoice, raw: RawValues = "bytes", processes: int = 0, codec: DeviceCodec | None = None
     ) -> None:
         if raw not in get_args(RawValues):
-            raise ConfigError(f"raw={raw!r}: must be 'bytes' or 'view'")
+            raise ConfigError(unknown_choice("raw", raw, get_args(RawValues)))
         if raw == "view" and processes:
             raise ConfigError(
                 f"raw='view' with processes={processes}: views of this process's memory cannot be sent to others; use "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ...storage.suggestions import did_you_mean
 from ..columns import KEY_COLUMN, Block, BytesColumn, Column
 from ..errors import ConfigError, FormatError
 
@@ -28,7 +29,9 @@ def choose_columns(known: Sequence[str] | Mapping[str, Any], wanted: Sequence[st
         return list(known)
     missing = [name for name in wanted if name not in known]
     if missing:
-        raise ConfigError(f"columns={list(wanted)}: the data set has no {missing}; it has {list(known)}")
+        raise ConfigError(
+            f"columns={list(wanted)}: the data set has no {missing}, only {list(known)}{did_you_mean(missing, known)}"
+        )
     return list(dict.fromkeys(wanted))
 
 

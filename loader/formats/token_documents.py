@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...storage import NotFoundError, ObjectInfo, Store
+from ...storage.suggestions import unknown_choice
 from ..columns import AnyArray, Block, IntArray, ObjectColumn
 from ..errors import ConfigError, FormatError
 from .base import BaseFormat, refuse_change, refuse_empty, whole_part
@@ -59,7 +60,7 @@ class TokenDocumentsFormat(BaseFormat):
     def __post_init__(self) -> None:
         BaseFormat.__post_init__(self)
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+            raise ConfigError(unknown_choice("dtype", self.dtype, DTYPES))
         if self.eos is not None and (isinstance(self.eos, bool) or not isinstance(self.eos, int) or self.eos < 0):
             told = "left out, Megatron's .idx files tell where documents end"
             raise ConfigError(f"eos={self.eos!r}: token ids are whole numbers from 0 on; {told}")

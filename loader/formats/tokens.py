@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...storage import ByteRange, ObjectInfo, Store
+from ...storage.suggestions import unknown_choice
 from ..columns import ArrayColumn, Block, IntArray
 from ..errors import ConfigError, FormatError
 from .base import BaseFormat, check_whole, refuse_empty, whole_part
@@ -62,7 +63,7 @@ class TokensFormat(BaseFormat):
         if not 0 <= self.overlap < self.seq_len:
             raise ConfigError(f"overlap={self.overlap}: must be at least 0 and less than seq_len={self.seq_len}")
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+            raise ConfigError(unknown_choice("dtype", self.dtype, DTYPES))
 
     def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
         """Token files; the hint is the Megatron index beside one, if there is one."""

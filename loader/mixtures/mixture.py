@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from ...storage.suggestions import did_you_mean, unknown_choice
 from ..dataset.manifest import Manifest
 from ..dataset.splits import Split
 from ..decoding.decode import DecodeChoice
@@ -102,7 +103,7 @@ class Mixture:
         if not isinstance(self.sources, Mapping) or not self.sources:
             raise ConfigError(f"Mixture({self.sources!r}): give a mapping from at least one name or URL to its weight")
         if self.stop is not None and self.stop not in get_args(Stop):
-            raise ConfigError(f"stop={self.stop!r}: must be 'first_exhausted', 'all_exhausted' or 'never'")
+            raise ConfigError(unknown_choice("stop", self.stop, get_args(Stop)))
         if not isinstance(self.stratified, bool):
             raise ConfigError(f"stratified={self.stratified!r}: must be True or False")
         check_weight("Mixture(weight=)", self.weight)
@@ -218,7 +219,7 @@ def _own_names(weights: object, names: Sequence[str], where: str) -> Mapping[str
         raise ConfigError(f"{where}: {weights!r} is no mapping from names to weights")
     unknown = [name for name in weights if name not in names]
     if unknown:
-        raise ConfigError(f"{where} names {unknown}, and the sources are {list(names)}")
+        raise ConfigError(f"{where} names {unknown}, and the sources are {list(names)}{did_you_mean(unknown, names)}")
     return weights
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
 
 PackingMethod = Literal["best_fit", "concat"]
@@ -78,8 +79,7 @@ class Packing:
                 self._read_int(name, 0, "token ids are whole numbers from 0 on")
         for name, kind in (("method", PackingMethod), ("long_documents", LongDocuments)):
             if getattr(self, name) not in get_args(kind):
-                choices = ", ".join(map(repr, get_args(kind)))
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not known; use one of {choices}")
+                raise ConfigError(unknown_choice(name, getattr(self, name), get_args(kind)))
         for name in ("field", "mask_field"):
             value = getattr(self, name)
             if not (isinstance(value, str) and value) and (name == "field" or value is not None):
@@ -102,7 +102,10 @@ class Packing:
     def _read_fields(self, given: Sequence[str]) -> None:
         names = [given] if isinstance(given, str) else list(given)
         if not names or len(set(names)) < len(names) or not set(names) <= set(BATCH_FIELDS):
-            raise ConfigError(f"fields={given!r}: name some of {', '.join(BATCH_FIELDS)}, each once, or None for all")
+            raise ConfigError(
+                f"fields={given!r}: name some of {', '.join(BATCH_FIELDS)}, each once, or None for all"
+                f"{did_you_mean([name for name in names if name not in BATCH_FIELDS], BATCH_FIELDS)}"
+            )
         object.__setattr__(self, "fields", tuple(names))
 
     def _read_int(self, name: str, least: int, why: str) -> None:

@@ -23,11 +23,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ...storage.suggestions import did_you_mean
 from ..decoding.byte_views import ByteViews
 from ..errors import ConfigError, LoaderClosedError
 
 # Tensors start at multiples of this in a slot: what cudaMalloc aligns to, and a multiple of any cache line.
 ALIGN_BYTES = 256
+_DEVICES = ("cpu", "cuda", "cuda:0", "mps", "xpu")
 _LEAST_SLOT_BYTES = 1 << 20
 _NEVER_MOVED = {str, bytes, int, float, bool, type(None)}
 
@@ -198,7 +200,8 @@ def resolve_cuda(device: torch.device | str) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError as exc:
-        raise ConfigError(f"device={device!r} is no torch device: {exc}") from exc
+        cure = did_you_mean(device, _DEVICES)
+        raise ConfigError(f"device={device!r} is no torch device{cure or f': {exc}'}") from exc
     if resolved.type != "cuda":
         raise ConfigError(f"device={str(resolved)!r} needs no staging; only CUDA devices are fed through pinned memory")
     if not torch.cuda.is_available():

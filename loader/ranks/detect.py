@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import torch.distributed
 import torch.utils.data
 
+from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -130,7 +131,10 @@ def _choose_data_dims(
         chosen = (data_dims,) if isinstance(data_dims, str) else tuple(data_dims)
         missing = [name for name in chosen if name not in names]
         if missing or not chosen:
-            raise ConfigError(f"data_dims={chosen}: {missing or 'nothing'} is not among the mesh's dimensions, {names}")
+            raise ConfigError(
+                f"data_dims={chosen}: {missing or 'nothing'} is not among the mesh's dimensions, {names}"
+                f"{did_you_mean(missing, names)}"
+            )
     return chosen
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
 from .detect import CONTEXT_DIMS, find_place_in_mesh
 
@@ -51,7 +52,7 @@ class SequenceCut:
         if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
             raise ConfigError(f"SequenceCut(fields={names!r}): give a list of names of fields, such as ['tokens']")
         if self.order not in get_args(CutOrder):
-            raise ConfigError(f"SequenceCut(order={self.order!r}): must be 'head_tail' or 'contiguous'")
+            raise ConfigError(f"SequenceCut: {unknown_choice('order', self.order, get_args(CutOrder))}")
 
     def positions(self, length: int, part: int, parts: int) -> torch.Tensor:
         """(length / parts,) int64: the tokens of a sequence that part ``part`` of ``parts`` holds, in its order.
@@ -106,7 +107,10 @@ class PlacedCut:
         """Raise ConfigError if a field to cut is not among those of the data set, which batches have."""
         unknown = [name for name in self.cut.fields if name not in fields]
         if unknown:
-            raise ConfigError(f"{self.cut} names {unknown}, which are not among the fields {sorted(fields)}")
+            raise ConfigError(
+                f"{self.cut} names {unknown}, which are not among the fields {sorted(fields)}"
+                f"{did_you_mean(unknown, fields)}"
+            )
 
     def __call__(self, batch: Any, num_rows: int) -> Any:
         """The batch with its sequences cut, and ``__positions__``. One without rows may lack fields and shapes.

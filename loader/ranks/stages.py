@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError
 from .detect import PIPELINE_DIMS, find_place_in_mesh
 
@@ -77,7 +78,10 @@ class StageFields:
         unknown = [name for name in self.stages if name not in known]
         if unknown:
             where = "the data set's fields" if columns is None else "columns="
-            raise ConfigError(f"fields_by_stage= names {unknown}, which {where} {sorted(known)} do not hold")
+            raise ConfigError(
+                f"fields_by_stage= names {unknown}, which {where} {sorted(known)} do not hold"
+                f"{did_you_mean(unknown, known)}"
+            )
         chosen = fields if columns is None else columns
         return [name for name in chosen if self.stage in self.stages.get(name, {self.stage})]
 
@@ -89,7 +93,10 @@ def _read_stages(field: str, given: object, count: int) -> frozenset[int]:
     for one in several:
         number = _NAMED.get(one, one) if isinstance(one, str) else one
         if not isinstance(number, int) or isinstance(number, bool):
-            raise ConfigError(f"fields_by_stage[{field!r}]={given!r}: stages are 'first', 'last' or whole numbers")
+            raise ConfigError(
+                f"fields_by_stage[{field!r}]={given!r}: stages are 'first', 'last' or whole numbers"
+                f"{did_you_mean(number, _NAMED)}"
+            )
         if not -count <= number < count:
             raise ConfigError(
                 f"fields_by_stage[{field!r}]={given!r}: the mesh has {count} stages, 0 to {count - 1}; -1 is the last"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ...storage.suggestions import did_you_mean
 from ..arguments.common import check_names
 from ..arguments.costs import CostArguments
 from ..dataset.manifest import Manifest
@@ -87,7 +88,7 @@ class Reshaping:
             where = "the data set's fields" if columns is None else "columns="
             raise ConfigError(
                 f"packing=Packing(field=...): {missing} is not among {where} {sorted(known)}; name the field that "
-                "holds token ids, or text with tokenizer=, or make it in transform="
+                f"holds token ids, or text with tokenizer=, or make it in transform={did_you_mean(missing, known)}"
             )
         return needed
 

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from ...storage import open_store
+from ...storage.suggestions import did_you_mean
 from ..columns import ArrayColumn, Block, BytesColumn, Column, ObjectColumn
 from ..dataset.cost_index import cost_key, costs_to_bytes
 from ..dataset.manifest import Manifest
@@ -87,7 +88,10 @@ def index_costs(
     """
     wanted = CostExpression.parse(expression) if isinstance(expression, str) else expression
     if wanted.field is not None and wanted.field not in manifest.fields:
-        raise ConfigError(f"cost={wanted.text!r}: no field {wanted.field!r} among {sorted(manifest.fields)}")
+        raise ConfigError(
+            f"cost={wanted.text!r}: no field {wanted.field!r} among {sorted(manifest.fields)}"
+            f"{did_you_mean(wanted.field, manifest.fields)}"
+        )
     store = open_store(manifest.url, storage_options=storage_options)
     try:
         columns = None if wanted.field is None else [wanted.field]

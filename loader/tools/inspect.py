@@ -6,7 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..formats.arrow.sizes import value_sizes
 from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
 from ..reading.checksum import read_chunk
+from .batch_types import batch_types
 from .thumbnails import Thumbnail, make_thumbnails
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -32,11 +33,15 @@ _TEXT_CHARS = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldView:
-    """A field of a sample: its name, its type, and its value as a line of text."""
+    """A field of a sample: its name, its type, and its value as a line of text.
+
+    ``in_batch``: its type in a batch of a loader with the defaults, where that was looked for.
+    """
 
     name: str
     kind: str
     value: str
+    in_batch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +126,8 @@ def inspect_dataset(
             block = read_chunk(store, shard_format, header, chunk, manifest.schema)
             sizes.append(sample_sizes(block))
             if not fields:
-                fields = view_sample(block, 0)
+                types = batch_types(block)
+                fields = tuple(replace(view, in_batch=types[view.name]) for view in view_sample(block, 0))
                 pictures = make_thumbnails(block, thumbnails)
         read = np.concatenate(sizes)
     finally:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ...storage.suggestions import did_you_mean
 from ..columns import KEY_COLUMN, ArrayColumn, BytesColumn, Column
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError
@@ -26,7 +27,10 @@ def searched_field(manifest: Manifest, field: str | None) -> str:
             f"{', '.join(sorted(manifest.fields))}"
         )
     if field not in manifest.fields and not (has_keys and field == KEY_COLUMN):
-        raise ConfigError(f"there is no field {field!r} to search; the fields are {', '.join(sorted(manifest.fields))}")
+        raise ConfigError(
+            f"there is no field {field!r} to search; the fields are {', '.join(sorted(manifest.fields))}"
+            f"{did_you_mean(field, manifest.fields)}"
+        )
     return field
 
 

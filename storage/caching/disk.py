@@ -59,7 +59,7 @@ class CacheDisk:
             raise ValueError(f"a cache of {limit_bytes} bytes: the limit has to be 1 or more, or None")
         self._folder = folder
         self._paused_until = 0.0
-        self._warned = self._is_closed = False
+        self._warned = self._is_closed = self._told_too_large = False
         self._lock = threading.Lock()
         self._root = OwnFolder.nowhere()
         try:
@@ -103,7 +103,10 @@ class CacheDisk:
     def write(self, name: str, data: memoryview) -> bool:
         """Write an entry; returns False if that failed, which does not fail the run."""
         size = data.nbytes + _TRAILER.size
-        if size > self.limit_bytes * KEEP_SHARE or time.monotonic() < self._paused_until:
+        if size > self.limit_bytes * KEEP_SHARE:
+            self._tell_too_large(size)
+            return False
+        if time.monotonic() < self._paused_until:
             return False
         for attempt in (1, 2):
             try:
@@ -251,6 +254,19 @@ class CacheDisk:
             "free disk space or lower cache_limit=",
             self._folder,
             exc.strerror,
+        )
+
+    def _tell_too_large(self, size: int) -> None:
+        with self._lock:
+            if self._told_too_large or self._warned:
+                return
+            self._told_too_large = True
+        _LOG.warning(
+            "the cache in %s has no room for a range of %s bytes: its limit is %s bytes. Such ranges are read from the "
+            "store each time; raise cache_limit=, or free disk space",
+            self._folder,
+            f"{size:,}",
+            f"{self.limit_bytes:,}",
         )
 
     def _choose_limit(self) -> int:

@@ -8,16 +8,20 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from fsspec import available_protocols
 from fsspec.core import url_to_fs
 
-from ..checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
+from ..checks import changed_before_write, check_etag, check_inside, check_key, check_length, is_key, where
 from ..errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError, UnsupportedURLError
 from ..options import environment_secrets, find_secrets
 from ..ranges import read_ranges
 from ..store import ByteRange, ObjectInfo
-from ..urls import PASSWORD, without_password
+from ..suggestions import did_you_mean
+from ..urls import CLOUD_SCHEMES, PASSWORD, WEB_SCHEMES, without_password
+from .odd_keys import leave_out_odd
 
 _KNOWN = "known are file, s3, gs, az, http(s), mem, and what fsspec reads with the packages installed here"
+_SCHEMES = [*sorted(CLOUD_SCHEMES | WEB_SCHEMES), "file", "mem", *available_protocols()]
 _LEAST_SECRET = 6  # characters: shorter ones are parts of any text
 
 # Fields in which fsspec file systems keep what identifies a version of a file, best first.
@@ -49,7 +53,10 @@ class BridgeStore:
             self._fs, root = url_to_fs(url, **self._options)
         except (ImportError, ValueError, TypeError) as exc:
             cure = "install penstock[hf]" if scheme == "hf" and isinstance(exc, ImportError) else _KNOWN
-            raise UnsupportedURLError(f"{scheme}:// can't be opened ({self._scrub(exc)}); {cure}") from self._cause(exc)
+            meant = did_you_mean(scheme, _SCHEMES) if isinstance(exc, ValueError) else ""
+            raise UnsupportedURLError(
+                f"{scheme}:// can't be opened ({self._scrub(exc)}); {cure}{meant}"
+            ) from self._cause(exc)
         except Exception as exc:  # noqa: BLE001 - each file system has errors of its own
             raise self._translate(exc, "") from self._cause(exc)
         self._root = str(root).rstrip("/")
@@ -131,7 +138,7 @@ class BridgeStore:
             raise self._translate(exc, folder) from self._cause(exc)
         cut = len(root) + 1
         found = [_describe(path[cut:], info) for path, info in entries.items() if path[cut:].startswith(prefix)]
-        return iter(sorted(found, key=lambda info: info.key))
+        return iter(sorted(leave_out_odd(self._url, found, is_key), key=lambda info: info.key))
 
     def put(self, key: str, data: bytes | bytearray | memoryview) -> ObjectInfo:
         """Write an object; as atomic as the file system's own way to write a whole file."""

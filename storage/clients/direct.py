@@ -40,7 +40,7 @@ _CODE = re.compile(rb"<Code>([A-Za-z0-9]+)</Code>")
 
 _PLAIN_S3 = frozenset(
     {"endpoint", "region", "access_key_id", "secret_access_key", "session_token", "virtual_hosted_style_request",
-     "request_payer"}
+     "request_payer", "credential_provider", "role_arn", "role_session_name", "web_identity_token_file"}
 )  # fmt: skip
 _PLAIN_CLIENT = frozenset(
     {"allow_http", "connect_timeout", "http1_only", "pool_idle_timeout", "pool_max_idle_per_host", "read_timeout",

@@ -25,16 +25,18 @@ from ..checks import (
     past_the_end,
     where,
 )
-from ..errors import NotFoundError, ObjectChangedError, ShortReadError, StorageError
-from ..options import DIRECT_OPTION, configure, environment_secrets, find_secrets, is_true, limit_options
+from ..errors import NotFoundError, ObjectChangedError, ShortReadError, StorageError, UnsupportedURLError
+from ..options import DIRECT_OPTION, configure, environment_secrets, find_secrets, is_s3, is_true, limit_options
 from ..ranges import read_ranges
 from ..retrying.patience import TimeLimit
 from ..store import ByteRange, ObjectInfo, byte_view
 from ..urls import WEB_SCHEMES, decode_path, parse_remote
 from .autoindex import list_index
 from .direct import DirectReads, plain_urls, sign_with, times_of, why_not
+from .odd_keys import has_name, leave_out_odd
 from .remote_errors import Translator
 from .shared import open_shared
+from .signed_listing import list_pages, sign_queries
 from .web import WebClient
 
 # Larger objects are uploaded in parts. Smaller ones are not: an upload in parts whose process is killed leaves what no
@@ -82,8 +84,14 @@ class RemoteStore:
         self._lock = threading.Lock()
         self._limited: dict[TimeLimit, RemoteStore] = {}
         self._is_http = scheme in WEB_SCHEMES
+        self._is_s3 = is_s3(scheme)
         self._url = url.rstrip("/")
         prefix = decode_path(url, path).strip("/")
+        if prefix and not has_name(prefix):
+            raise UnsupportedURLError(
+                f"{self._url!r}: names with an empty, '.' or '..' part or a control character can't be read; check the "
+                "URL, or rename what lies there"
+            )
         self._prefix = prefix + "/" if prefix else ""
         self._origin = origin = f"{scheme}://{authority}"
         config: Any
@@ -92,6 +100,7 @@ class RemoteStore:
         self.identity = f"{self._url} at {config['endpoint']}" if "endpoint" in config else self._url
         self._errors = Translator(self._url, find_secrets(self._options, config, environment_secrets()))
         self._open = partial(open_shared, origin, config, client, is_http=self._is_http)
+        self._settings = config, client
         self._opened: Any = None
         self._is_closed = False
         if direct is None:
@@ -305,17 +314,30 @@ class RemoteStore:
         """List the folder around ``prefix``, because obstore's prefixes are whole path segments."""
         start, cut = self._prefix + prefix, len(self._prefix)
         folder = start.rpartition("/")[0]
-        found: _Infos = []
         try:
-            for batch in obstore.list(self._client, prefix=folder or None, chunk_size=1000):
-                for meta in batch:
-                    path = meta["path"]
-                    if path.startswith(start):
-                        found.append(ObjectInfo(path[cut:], meta["size"], etag_of(meta)))
+            try:
+                pages = obstore.list(self._client, prefix=folder or None, chunk_size=1000)
+                found = [_describe(meta, cut) for page in pages for meta in page if meta["path"].startswith(start)]
+            except obstore.exceptions.InvalidPathError as exc:
+                found = self._list_signed(start, exc)
         except _FOREIGN as exc:
             error = self._errors.translate(exc, prefix, listing=True)
             raise error from self._errors.cause(exc)
-        return drop_folder_markers(found)
+        return drop_folder_markers(leave_out_odd(self._url, found))
+
+    def _list_signed(self, start: str, refused: Exception) -> _Infos:
+        """List as ``_list_bucket`` where a key is one that obstore refuses; such keys are among those found."""
+        if not self._is_s3:
+            raise StorageError(
+                f"{self._url} can't be listed: {str(refused).partition(chr(10))[0]}; rename or delete that object, or "
+                "name the shards by a brace pattern like shard-{000..099}.tar or a list"
+            ) from refused
+        config, client = self._settings
+        folder = start[: start.rfind("/") + 1]
+        sign = sign_queries(lambda settings: open_shared(self._origin, settings, client, is_http=False), config)
+        with closing(WebClient(sign({}).partition("?")[0], client)) as web:
+            metas = list_pages(web.read_url, sign, folder)
+            return [_describe(meta, len(self._prefix)) for meta in metas if meta["path"].startswith(start)]
 
     def _list_index(self, prefix: str) -> _Infos:
         """List through the server's own index pages, with a HEAD request for each file's size and ETag."""
@@ -332,6 +354,11 @@ class RemoteStore:
                 raise self._errors.translate(exc, folder, listing=True) from self._errors.cause(exc)
 
         return list_index(self._url, prefix, read_page, self.head)
+
+
+def _describe(meta: Mapping[str, Any], cut: int) -> ObjectInfo:
+    """An object of a listing, whose key begins after ``cut`` characters of its path."""
+    return ObjectInfo(meta["path"][cut:], meta["size"], etag_of(meta))
 
 
 def drop_folder_markers(found: Sequence[ObjectInfo]) -> _Infos:

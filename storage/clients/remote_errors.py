@@ -20,7 +20,9 @@ from ..errors import (
     ThrottledError,
     UnsupportedURLError,
 )
+from ..options import known_options
 from ..store import ByteRange
+from ..suggestions import did_you_mean
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>")
@@ -34,6 +36,9 @@ _HEADER = re.compile(
     r"(\s*:\s*)(?:(?:bearer|basic|aws4-hmac-sha256|sharedkey)\s+)?[^\s<>\"']+(?:,\s*\w+=[^\s<>\"']+)*"
 )
 _USERINFO = re.compile(r"(https?://)[^/\s@]+@")
+_UNKNOWN_OPTION = re.compile(r"Configuration key: '([^']{1,100})' is not valid")
+# What a credential provider in Python raised, with its class.
+_PROVIDER = re.compile(r"External \w+ credential provider: (?:\w+: )?(.*)")
 _PASSING_CODES = frozenset({"RequestTimeout", "OperationAborted"})
 _METADATA = re.compile(r"169\.254\.169\.254|169\.254\.170\.2|metadata\.google")
 _THROTTLE_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServerBusy"})
@@ -59,6 +64,13 @@ class Translator:
 
     def translate_opening(self, exc: BaseException) -> StorageError:
         """Translate an error of obstore's constructors: an unknown option, or an invalid value."""
+        unknown = _UNKNOWN_OPTION.search(str(exc))
+        if unknown:
+            scheme = self._url.partition("://")[0]
+            meant = did_you_mean(unknown[1], known_options(scheme)) or "; docs/storage.md lists those that there are"
+            return UnsupportedURLError(
+                f"{self._url}: storage_options={{{unknown[1]!r}: ...}}: {scheme}:// has no such option{meant}"
+            )
         return UnsupportedURLError(
             f"{self._url} can't be opened: {self._line(exc)}; check the URL and storage_options="
         )
@@ -74,6 +86,9 @@ class Translator:
         code = found.group(1) if found else ""
         name = where(self._url, key, byte_range)
         said = f" ({' '.join(str(part) for part in (status, code) if part)})" if status else f": {line}"
+        refused = _PROVIDER.search(line)
+        if refused:
+            return NoCredentialsError(f"{name}: {refused[1]}")
         if _METADATA.search(text):
             return NoCredentialsError(
                 f"{name}: no credentials found; set them in the environment or in storage_options=, "

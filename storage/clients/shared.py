@@ -14,6 +14,8 @@ from typing import Any
 
 from obstore.store import HTTPStore, from_url
 
+from ..options import CREDENTIALS_OPTION
+
 _READ_BY_OBSTORE = ("AWS_", "AZURE_", "GOOGLE_")
 
 _lock = threading.Lock()
@@ -31,7 +33,9 @@ def open_shared(origin: str, config: Any, client: Any, *, is_http: bool) -> Any:
         if is_http:
             return HTTPStore.from_url(origin, client_options=client, retry_config=retry)
         url = origin.replace("gcs://", "gs://", 1)  # which is all that obstore knows
-        return from_url(url, config=config, client_options=client, retry_config=retry)
+        settings: Any = {name: value for name, value in config.items() if name != CREDENTIALS_OPTION}
+        provider: Any = {name: value for name, value in config.items() if name == CREDENTIALS_OPTION}
+        return from_url(url, config=settings, client_options=client, retry_config=retry, **provider)
 
     return share_client(origin, {**config, "client": sorted(client.items())}, make)
 

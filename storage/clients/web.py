@@ -108,14 +108,18 @@ class WebClient:
 
     def read_page(self, path: str) -> bytes:
         """The page of a folder's index; refused where it has no end in sight."""
+        return self.read_url(f"{self._origin}/{quote(path)}")
+
+    def read_url(self, url: str) -> bytes:
+        """The page at a URL of this origin; refused where it has no end in sight."""
         until = time.monotonic() + self._total_s
-        response = self._ask("GET", path, {})
+        response = self._ask_url("GET", url, {})
         with _translated():
             page = _read(response, MAX_PAGE_BYTES + 1, until)
         if len(page) > MAX_PAGE_BYTES:
             response.close()
             raise UnsupportedURLError(
-                f"{self._origin}/{quote(path)}: the index page is longer than {MAX_PAGE_BYTES >> 20} MiB; "
+                f"{url.partition('?')[0]}: the index page is longer than {MAX_PAGE_BYTES >> 20} MiB; "
                 "name the shards with a brace pattern like shard-{000..099}.tar, or give a list of URLs"
             )
         return bytes(page)
@@ -127,7 +131,12 @@ class WebClient:
     def _ask(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
     ) -> urllib3.BaseHTTPResponse:
-        url, own = f"{self._origin}/{quote(path)}", self._headers
+        return self._ask_url(method, f"{self._origin}/{quote(path)}", headers, body)
+
+    def _ask_url(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None
+    ) -> urllib3.BaseHTTPResponse:
+        own = self._headers
         for _ in range(MAX_REDIRECTS + 1):
             with _translated():
                 response = self._pool.request(

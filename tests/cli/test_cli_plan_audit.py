@@ -90,14 +90,22 @@ def test_plan_says_what_the_last_batch_holds(capsys: pytest.CaptureFixture[str],
 
 
 def test_plan_says_that_chunks_are_too_few_for_the_lanes(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("plan", "--samples", 5000, "--shards", 1, "--sample-bytes", 100, "--batch-size", 8)
-    told = " ".join(call(capsys, *arguments, "--world-size", 8)[1].split())
-    assert "Too few chunks: on 8 ranks the lanes are more than the chunks, at most 32 for 1" in told
-    assert "chunk is read 8.0 times an epoch" in told
-    told = " ".join(call(capsys, *arguments, "--world-size", 8, "--piece", 0)[1].split())
-    assert "a chunk is read 32.0 times an epoch" in told
-    assert "--shard-mib 0.0037" in told
-    assert "Too few chunks" not in call(capsys, *arguments, "--world-size", 8, "--lanes", 1)[1]
+    def told(*more: object, size: int = 100) -> str:
+        given = ("plan", "--samples", 5000, "--shards", 1, "--sample-bytes", size, "--batch-size", 8)
+        return " ".join(call(capsys, *given, *more)[1].split())
+
+    small = told("--world-size", 8)
+    assert "The data set is one chunk, so its rows are shuffled one by one: on 8 ranks each rank reads" in small
+    assert "a chunk is read 8.0 times an epoch. At 488.3 KiB that costs little." in small
+    cut = told("--world-size", 8, "--piece", 0)
+    assert "The data set is one chunk for up to 32 lanes: on 8 ranks several ranks read parts" in cut
+    assert "each chunk up to 8.0 times an epoch. At 488.3 KiB that costs little." in cut
+    large = told("--world-size", 8, "--piece", 0, "--lanes", 4096, size=100_000)
+    assert "The data set has only 119 chunks for up to 4,096 lanes" in large
+    assert "Give fewer lanes with --lanes, or pack it again into more chunks: `penstock pack SOURCE" in large
+    for one in (told("--world-size", 8, "--lanes", 1), told("--world-size", 1), told("--world-size", 1, "--piece", 0)):
+        assert "chunk for" not in one
+        assert "one chunk, so" not in one
 
 
 def test_plan_gives_a_program_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:

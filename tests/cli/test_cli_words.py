@@ -56,3 +56,20 @@ def test_no_width_of_a_terminal_cuts_a_table(width: int) -> None:
         draw(screen, cells[0], cells[1:])
         told = screen.file.getvalue()  # type: ignore[attr-defined]
         assert all(cell in told for row in cells for cell in row), told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["inspect", "x", "--format", "parqet"], "parquet"),
+        (["plan", "x", "--last-batch=pd"], "pad"),
+        (["export", "x", "--dtype", "bf1"], "bf16"),
+        (["bench", "x", "--against", "webdatset"], "webdataset"),
+        (["inspect", "s3://b/x/", "--storage-option", "endpont=http://h"], "endpoint"),
+    ],
+)
+def test_an_unknown_choice_of_an_option_is_refused_with_the_one_that_was_meant(
+    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean '{meant}'?\n")

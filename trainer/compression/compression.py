@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ...storage.suggestions import unknown_choice
 from ..computing import ComputeClock
 from ..errors import CompressionError
 from ..ranks.world import World
@@ -66,7 +67,7 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
-            raise CompressionError(f"compression scheme={self.scheme!r} is not known; use one of {', '.join(SCHEMES)}")
+            raise CompressionError(f"compression {unknown_choice('scheme', self.scheme, SCHEMES)}")
         if self.rank < 1:
             raise CompressionError(f"compression rank={self.rank} must be 1 or more")
         if not 0 < self.density <= 1:

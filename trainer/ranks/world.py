@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from ...storage.store_link import START_KEY, limit_silence
+from ...storage.suggestions import unknown_choice
 from ..errors import WorldError
 from .rendezvous import agree_on_start
 
@@ -129,7 +130,7 @@ def _join(world: World, timeout_s: float) -> None:
 
 def _choose_device(device: str, local_rank: int) -> torch.device:
     if device not in ("auto", "cpu", "cuda"):
-        raise WorldError(f"device={device!r} is not known; use 'auto', 'cpu' or 'cuda'")
+        raise WorldError(unknown_choice("device", device, ("auto", "cpu", "cuda")))
     found = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if device == "cpu" or (device == "auto" and not found):
         return torch.device("cpu")

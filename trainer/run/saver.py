@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
+from ...storage.suggestions import did_you_mean
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.export import export_safetensors
 from ..checkpoint.settings import copy_settings
@@ -178,7 +179,10 @@ class Saver:
             return
         if config.best not in found:
             returned = f"it returns {', '.join(sorted(found))}" if found else "no rank had a batch to evaluate"
-            raise TrainerConfigError(f"evaluate.best={config.best!r} is no metric of the evaluation; {returned}")
+            raise TrainerConfigError(
+                f"evaluate.best={config.best!r} is no metric of the evaluation; {returned}"
+                f"{did_you_mean(config.best, found)}"
+            )
         metric, most = found[config.best], self._config.checkpoint.keep_best
         self.judge(progress)
         progress.improve(metric)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ....storage.suggestions import did_you_mean, unknown_choice
 from ...errors import ConfigError, DecodeError
 from .headers import check_pixels, read_header
 from .jpeg_region import decode_region
@@ -101,7 +102,7 @@ class ImageDecoder:
 
     def __post_init__(self) -> None:
         if self.crop not in (None, "center", "random"):
-            raise ConfigError(f"crop={self.crop!r} is unknown; use 'center', 'random' or None")
+            raise ConfigError(unknown_choice("crop", self.crop, ("center", "random", None)))
         if self.size is not None:
             sides = self.size if isinstance(self.size, tuple) else (self.size, self.size)
             if len(sides) != 2 or any(not isinstance(side, int) or side < 1 for side in sides):
@@ -119,9 +120,12 @@ class ImageDecoder:
         if not 0 <= self.flip <= 1:
             raise ConfigError(f"flip={self.flip!r} is no probability; use 0 to 1")
         if self.layout not in ("chw", "hwc"):
-            raise ConfigError(f"layout={self.layout!r} is unknown; use 'chw' or 'hwc'")
+            raise ConfigError(unknown_choice("layout", self.layout, ("chw", "hwc")))
         if self.device not in (None, "cuda"):
-            raise ConfigError(f"device={self.device!r}: must be 'cuda', for the loader's device, or None for the CPU")
+            raise ConfigError(
+                f"device={self.device!r}: must be 'cuda', for the loader's device, or None for the CPU"
+                f"{did_you_mean(self.device, ['cuda'])}"
+            )
         if self.device is not None and self.size is None:
             raise ConfigError(f"device={self.device!r} needs a size, so that batches are one tensor; give size=224")
 

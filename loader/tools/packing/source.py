@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from ....storage import NotFoundError, ObjectInfo, Store
 from ....storage.files import in_home
+from ....storage.suggestions import unknown_choice
 from ...dataset.index import open_manifest
 from ...dataset.manifest import Manifest
 from ...dataset.patterns import FILE
@@ -163,7 +164,7 @@ def open_source(
     if options.extensions and given not in (None, "files"):
         raise ConfigError(f"extensions= chooses among loose files; with source_format={format!r} leave it out")
     if isinstance(given, str) and given not in ("files", "csv"):
-        raise ConfigError(f"source_format={given!r} is none of files, csv, {', '.join(FORMAT_NAMES)}")
+        raise ConfigError(unknown_choice("source_format", given, ("files", "csv", *FORMAT_NAMES)))
     if given is None or isinstance(given, str):
         try:
             store, selection = select(source, storage_options, split=split, progress=progress)

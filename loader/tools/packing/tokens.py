@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ....storage.suggestions import did_you_mean
 from ...columns import KEY_COLUMN, AnyArray, Ragged
 from ...dataset.manifest import Manifest
 from ...errors import ConfigError, DatasetError
@@ -153,7 +154,9 @@ class Tokenize:
     def _pick(self, sample: Mapping[str, Any]) -> Any:
         if self._field is not None:
             if self._field not in sample:
-                raise DatasetError(f"no field {self._field!r}; it has {sorted(sample)}")
+                raise DatasetError(
+                    f"no field {self._field!r}; it has {sorted(sample)}{did_you_mean(self._field, sample)}"
+                )
             return sample[self._field]
         names = [name for name in sample if name != KEY_COLUMN]
         for name in ("tokens", "input_ids", "text", "txt"):

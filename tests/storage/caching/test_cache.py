@@ -116,6 +116,18 @@ def test_an_object_larger_than_the_cache_is_read_past_it(memory: MemoryStore, tm
     assert store.counts.uncached == 1
 
 
+def test_a_cache_in_which_no_entry_fits_is_told_once(
+    memory: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, etag = CacheStore(memory, tmp_path, CHUNK), memory.head("x").etag
+    with caplog.at_level(logging.WARNING, "penstock"):
+        for i in (0, 1, 0):
+            store.get("x", _chunk(i), etag=etag)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"its limit is {CHUNK:,} bytes" in said
+    assert "raise cache_limit=" in said
+
+
 def test_a_discarded_entry_is_fetched_again(memory: MemoryStore, tmp_path: Path) -> None:
     store, etag = CacheStore(memory, tmp_path, 10**9), memory.head("x").etag
     assert etag

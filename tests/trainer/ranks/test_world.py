@@ -106,5 +106,5 @@ def test_an_environment_of_no_possible_world_is_explained(
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(WorldError, match="local rank 0 has no CUDA device: 0 found"):
         open_world(device="cuda")
-    with pytest.raises(WorldError, match="device='tpu' is not known"):
+    with pytest.raises(WorldError, match="device='tpu': must be"):
         open_world(device="tpu")

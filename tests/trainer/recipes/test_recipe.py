@@ -24,7 +24,7 @@ from penstock.trainer.recipes.recipe import build_recipe, format_toml, shipped_r
     [
         (put("trainr", {}), ["trainr", "did you mean 'trainer'"]),
         (put("trainer.step.clip_nrm", 1.0), ["trainer.step.clip_nrm=1.0", "did you mean 'clip_norm'"]),
-        (put("trainer.parallel.zero", 4), ["parallel.zero=4", "0, 1, 2, 3"]),
+        (put("trainer.parallel.zero", 4), ["parallel.zero=4", "0, 1, 2 or 3"]),
         (put("trainer.steps", "many"), ["trainer.steps='many'", "int"]),
         (put("trainer.steps", 0), ["steps=0", "at least 1"]),
         (put("trainer.parallel", 3), ["trainer.parallel=3", "not a table"]),

@@ -117,12 +117,12 @@ def test_scaling_without_a_known_batch_size_names_the_loader_and_the_cure(loader
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"shape": "cosin"}, "schedule.shape='cosin' is not known"),
+        ({"shape": "cosin"}, "schedule.shape='cosin': must be 'constant', 'linear' or 'cosine'; did you mean 'cosine'"),
         ({"warmup_steps": -1}, "schedule.warmup_steps=-1 is out of range"),
         ({"scaling": "linear"}, "give schedule.base_batch_size"),
         ({"end_factor": 0.1}, "schedule.shape='constant' does not come there; give schedule.shape='cosine'"),
         ({"shape": "my:shape", "end_factor": 0.1}, "schedule.shape='my:shape' does not come there"),
-        ({"scaling": "cubic"}, "schedule.scaling='cubic' is not known"),
+        ({"scaling": "cubic"}, "schedule.scaling='cubic': must be"),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_key_and_value(arguments: dict[str, object], message: str) -> None:
