@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ..dataset.manifest import Manifest
 from ..errors import FormatError
 from ..formats.base import BaseFormat, refuse_large
 from ..formats.failures import explain_failures
-from ..formats.schema import expect_nulls
+from ..formats.schema import add_marks, expect_nulls
 from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_memory
 from ..metrics import Counters
@@ -88,6 +88,7 @@ class ChunkSource:
         """
         self.manifest = manifest
         self._schema = manifest.schema
+        self._shapes: Mapping[str, tuple[int, ...]] = {}  # of columns whose nulls are marked
         self._avoided = avoided
         self.columns = columns
         self._format = shard_format
@@ -117,12 +118,29 @@ class ChunkSource:
             self._avoided,
         )
         source._checks = self._checks  # which warns once
-        source._schema = self._schema
+        source.mark_nulls(self._shapes)
         return source
 
-    def mark_nulls(self, names: Collection[str]) -> None:
-        """Open chunks as if the data set had nulls in these columns, where it has such; called before any is read."""
-        self._schema = expect_nulls(self._schema, names)
+    def mark_nulls(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Mark the nulls of these columns, whether the data set has any or not; called before any chunk is read.
+
+        ``shapes`` are those of single values, for formats that know no nulls and may not know the shape either.
+        """
+        self._schema = expect_nulls(self._schema, shapes)
+        self._shapes = dict(shapes)
+
+    @property
+    def _marked(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: of for name, of in self._shapes.items() if self.columns is None or name in self.columns}
+
+    @property
+    def layout(self) -> Hashable:
+        """What decides how an opened chunk's values lie in memory: rows of sources that differ are gathered apart."""
+        columns, read = self._schema.get("columns", {}), self.columns
+        names = tuple(columns if read is None else read) if columns else tuple(sorted(read or self.manifest.fields))
+        told = ((name, str(columns[name]) if name in columns else None) for name in names)
+        kind = "table" if self.manifest.format in ("parquet", "arrow") else self.manifest.format
+        return kind, tuple(told), tuple(sorted(self._marked))
 
     def load(self, index: int) -> Block:
         """Fetch and open a chunk: what ``fetch`` and ``open`` do, and raise."""
@@ -265,7 +283,7 @@ class ChunkSource:
         """A chunk that memory cannot hold, of which only a few MiB are in memory at a time."""
         rows = max(1, chunk.samples * _PIECE_BYTES // needed)
         pieces = self._format.open_pieces(chunk, fetched.header, fetched.parts, self.columns, self._schema, rows)
-        return join_on_disk(map(pack_records, pieces), chunk, needed)
+        return join_on_disk((pack_records(add_marks(piece, self._marked)) for piece in pieces), chunk, needed)
 
     def _open(self, index: int, chunk: ChunkRef, fetched: Fetched) -> Block:
         """The chunk as columns; where its values lie is not found out twice."""
@@ -279,8 +297,8 @@ class ChunkSource:
             if is_whole:
                 check = None if fetched.mapped is None else partial(fetched.mapped.check, chunk)
                 self._layouts.keep(index, block, parts[0], checksum, check=check)
-            block = pack_records(block)
-        return block
+            return pack_records(add_marks(block, self._marked))
+        return add_marks(block, self._marked)
 
     def close(self) -> None:
         """Have what was found out about chunks kept for other processes of the node."""
