@@ -7,7 +7,8 @@ that is blocked in a collective cannot be woken by us, but its log names the fir
 
 What is told is a log of incidents (``incidents.py``). An incident belongs to a loader (``naming.py``): it stops
 that loader on the other ranks, perhaps before they have made it, and none that they make or have beside it. A rank that
-has closed that loader only logs it. The silence of a rank stops every loader.
+has closed that loader only logs it. The silence of a rank stops every loader, and so does the end of its process, if it
+has not gone on with any loader since its last incident.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ Interrupt = Callable[[RankStoppedError | None], None]
 
 _lock = threading.Lock()
 _watches: dict[int, PeerWatch] = {}  # by process: a fork has none of its parent's threads
+_last_told: dict[int, Incident] = {}  # by process: what it has told, until a loader of it goes on
 
 
 _heard: weakref.WeakKeyDictionary[Any, Heard] = weakref.WeakKeyDictionary()  # by store
@@ -70,10 +72,17 @@ def join_peers(key: object, names: Sequence[str], interrupt: Interrupt, calls: C
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """A process that ends well without closing its loaders is not missed by the others."""
+    """A process that ends well without closing its loaders is not missed by the others; one that failed is."""
     watch = _watches.get(os.getpid())
     if watch is not None:
         watch.end()
+    told, group = _last_told.get(os.getpid()), _group_store()
+    if told is not None and group is not None:
+        with suppress(RuntimeError):  # the store is gone, and nobody is left to tell
+            store, number = _clone(group), _heard.setdefault(group, Heard()).number
+            own = replace(told, names=())
+            while own.post(store, number := number + 1) is not own:
+                pass
 
 
 def agreed_start() -> str | None:
@@ -90,7 +99,10 @@ def agreed_start() -> str | None:
 
 def begin_attempt(source: object, world_size: int | None, **taken: object) -> Attempt | None:
     """Number a loader that is about to be made; None where its rank has data of its own."""
-    return None if world_size == 1 or is_torch_worker() else Attempt.begin(_group_store(), source, taken)
+    if world_size == 1 or is_torch_worker():
+        return None
+    _last_told.pop(os.getpid(), None)
+    return Attempt.begin(_group_store(), source, taken)
 
 
 def tell_of_failure(init: Callable[P, None]) -> Callable[P, None]:
@@ -98,10 +110,11 @@ def tell_of_failure(init: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(init)
     def telling(*args: P.args, **kwargs: P.kwargs) -> None:
-        loader, source, *_ = (*args, kwargs.get("source"))
-        taken = {name: kwargs.get(name) for name in ("split", "subset", "shuffle")}
-        attempt = begin_attempt(source, kwargs.get("world_size"), **taken)  # type: ignore[arg-type]
-        loader._attempt = attempt  # type: ignore[attr-defined]
+        given: list[Any] = list(args)
+        named: dict[str, Any] = dict(kwargs)
+        taken = {name: named.get(name) for name in ("split", "subset", "shuffle")}
+        source = given[1] if len(given) > 1 else named.get("source")
+        attempt = given[0]._attempt = begin_attempt(source, named.get("world_size"), **taken)
         try:
             init(*args, **kwargs)
         except Exception as exc:
@@ -133,6 +146,7 @@ def _tell_at_once(error: Exception, names: tuple[str, ...]) -> None:
                 if first.error.message not in str(error):
                     error.add_note(f"before that, {first.to_exception()}")
                 return
+        _last_told[os.getpid()] = own
         wait_until_known(store, number, world_size - 1)
 
 
@@ -212,6 +226,8 @@ class PeerWatch:
         """Raise the error of another rank's loader, once. Called before each batch: cheap where there is none."""
         if self._heard.pending and (error := self._take(key)) is not None:
             raise error
+        if _last_told:
+            _last_told.pop(os.getpid(), None)
 
     def _take(self, key: object) -> RankStoppedError | None:
         with self._changed:
@@ -353,6 +369,7 @@ class PeerWatch:
             number = self._heard.number + 1
             with self._changed:
                 self._heard.number = number
+                _last_told[os.getpid()] = incident
             wait_until_known(store, number, int(store.add(f"{NAMESPACE}/watching", 0)) - 1)
         else:
             own.add_note(f"before that, {first.error}")

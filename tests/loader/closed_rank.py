@@ -17,6 +17,7 @@ import torch.distributed as dist
 from penstock import DistributedDataLoader, Subset
 
 FAILING = 0
+WAIT_S = 5.0  # long enough for a process to end, and for others to hear of it
 BAD = 70  # the sample on which what decides fails
 
 
@@ -160,7 +161,14 @@ def main() -> None:
     told["streams"] = stop_streams(url)
     dist.barrier()
     (folder / f"closed-{dist.get_rank()}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
+
+    # At last rank 0 makes one loader more than rank 1, fails with the next, and ends.
+    if dist.get_rank() == FAILING:
+        with open_loader(url) as loader:
+            next(iter(loader))
+    with open_loader(url, fails=True) as loader:
+        last = read(loader, pause_s=WAIT_S)
+    (folder / f"last-{dist.get_rank()}.json").write_text(json.dumps(last))
 
 
 if __name__ == "__main__":

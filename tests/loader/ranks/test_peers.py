@@ -66,7 +66,20 @@ def closed_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[st
     write_tars(folder / "data", [50, 50])
     run = run_ranks(2, CLOSED_SCRIPT, folder / "data", folder)
     assert run.returncode == 0, run.stderr
-    return [json.loads((folder / f"closed-{rank}.json").read_text()) for rank in range(2)], run.stderr
+    told = [json.loads((folder / f"closed-{rank}.json").read_text()) for rank in range(2)]
+    for rank, one in enumerate(told):
+        one["last"] = json.loads((folder / f"last-{rank}.json").read_text())
+    return told, run.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_whose_process_ends_after_its_error_stops_every_loader_of_the_others(
+    closed_ranks: tuple[list[dict[str, Any]], str],
+) -> None:
+    own = "ValueError: no such class"
+    (failed, other), _ = closed_ranks
+    assert failed["last"] == own
+    assert other["last"].startswith(f"RankStoppedError: rank 0 stopped: {own}")
 
 
 @pytest.mark.slow
