@@ -50,6 +50,7 @@ from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .ranks.calls import Calls
 from .ranks.detect import check_rank
+from .ranks.naming import Attempt
 from .ranks.peers import tell_of_failure
 from .ranks.sequence_cut import SequenceCut
 from .ranks.stages import FieldsByStage
@@ -141,6 +142,8 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         ConfigError, PartitionError: an argument, or a combination of arguments, cannot work; says what would.
         DatasetError, FormatError, StorageError: the data set cannot be found, listed or indexed.
     """
+
+    _attempt: Attempt | None
 
     @refuse_foreign
     @tell_of_failure
@@ -301,8 +304,12 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
             common,
             partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
         )
-        if share.world_size > 1:  # before what may fail on one rank alone: loaders are counted
-            self._resources.calls = Calls(self._manifest.fingerprint, share.world_size if mesh is None else mesh.size())
+        if self._attempt is not None and share.world_size > 1:
+            processes = share.world_size if mesh is None else mesh.size()
+            selection = {} if self._parts.selection is None else self._parts.selection.to_dict()
+            name = self._attempt.name(self._manifest.fingerprint, selection, shuffle=shuffle, processes=processes)
+            self._resources.names = name, *self._attempt.names
+            self._resources.calls = Calls(name, processes)
         if audit_dir is not None:
             self._resources.log = DeliveryLog(
                 audit_dir,

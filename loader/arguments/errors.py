@@ -67,7 +67,7 @@ class ErrorArguments:
                 "tokens than the batch has room for; give batch_size= instead"
             )
         if on_error == "stop":
-            given = {"max_errors": max_errors, "quarantine": quarantine, "avoid": avoid}
+            given = {"max_errors": max_errors or None, "quarantine": quarantine, "avoid": avoid}
             told = [f"{name}={value!r}" for name, value in given.items() if value is not None]
             if told:
                 raise ConfigError(
@@ -161,12 +161,13 @@ class ErrorPolicy:
 
 
 def _check_limit(value: object) -> int | float:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if is_count or (isinstance(value, float) and 0 < value < 1):
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if is_count or (isinstance(value, float) and 0 <= value < 1):
         assert isinstance(value, int | float)
         return value
     raise ConfigError(
-        f"max_errors={value!r}: must be a whole number of at least 1, or a share of a rank's samples between 0 and 1"
+        f"max_errors={value!r}: must be a whole number of samples, 0 to tolerate none, or a share of a rank's samples "
+        "below 1"
     )
 
 

@@ -6,17 +6,25 @@ value of the column may be missing anywhere in the data set, so that every chunk
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ...storage.suggestions import did_you_mean
-from ..columns import KEY_COLUMN, Block, BytesColumn, Column
+from ..columns import KEY_COLUMN, ArrayColumn, Block, BytesColumn, Column
 from ..errors import ConfigError, FormatError
 
 # The bool column beside ``x`` that marks its nulls is named ``x__null``.
 NULL_SUFFIX = "__null"
 # In a schema a column that not all shards have has this key, with a shard that lacks it.
 MISSING = "missing"
+# The types, as schemas describe them, whose values cannot say themselves that they are missing, and arrays of these.
+_MARKED_TYPE = re.compile(
+    r"(u?int\d*|bool|(timestamp|date|time|duration)\w*(\[[^\]]+\])?)(?P<sizes>(\[\d+(, \d+)*\])*)"
+)
 
 
 def choose_columns(known: Sequence[str] | Mapping[str, Any], wanted: Sequence[str] | None) -> list[str]:
@@ -166,6 +174,39 @@ def expect_nulls(schema: Mapping[str, Any], names: Collection[str]) -> Mapping[s
     columns = schema.get("columns", {})
     changed = {name: {**column, "nulls": True} for name, column in columns.items() if name in names}
     return {**schema, "columns": {**columns, **changed}} if changed else schema
+
+
+def marked_shape(column: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of one value of a column that comes with marks of its nulls; None for a column that does not."""
+    found = _MARKED_TYPE.fullmatch(str(column["type"])) if column.get("nulls") else None
+    if found is None:
+        return None
+    sizes = re.findall(r"\[([^\]]+)\]", found["sizes"])  # of arrays of arrays, the inner ones first
+    return tuple(int(size) for of_array in reversed(sizes) for size in of_array.split(", "))
+
+
+def add_marks(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> Block:
+    """The block with marks for those of the named columns that lack them: only members that no tar has are missing.
+
+    ``shapes``: those of single values, where the columns themselves do not tell.
+    """
+    added = {
+        name + NULL_SUFFIX: _marks_of(block.columns.get(name), (block.samples, *shapes[name]))
+        for name in sorted(shapes)
+        if name + NULL_SUFFIX not in block.columns
+    }
+    if not added:
+        return block
+    nbytes = block.nbytes + sum(column.nbytes for column in added.values())
+    return replace(block, nbytes=nbytes, columns={**block.columns, **added})
+
+
+def _marks_of(column: Column | None, shape: tuple[int, ...]) -> ArrayColumn:
+    if isinstance(column, ArrayColumn):
+        shape = column.values.shape
+    elif isinstance(column, BytesColumn) and len(shape) == 1:
+        return ArrayColumn(column.starts < 0)
+    return ArrayColumn(np.full(shape, column is None))
 
 
 def refuse_null_clash(columns: Collection[str], marked: Iterable[str], shard: str) -> None:

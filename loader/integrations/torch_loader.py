@@ -56,6 +56,9 @@ class TorchLoader(DataLoader[Any]):
         """Batches of a whole epoch, the same on every rank."""
         return len(self.loader)
 
+    def __bool__(self) -> bool:
+        return True
+
     def _begin(self) -> Iterator[Any]:
         """A pass, from the epoch's beginning or from where a framework skips to."""
         return iter(self.loader)

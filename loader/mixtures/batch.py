@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from .sources import OpenSource, OpenSources
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is decoded and transformed alike: the numbers of its sources, their decoders and their transform.
+    """What lies alike, and is decoded and transformed alike: the numbers of its sources, their decoders, a transform.
 
     ``may_drop``: the transform may return None.
     """
@@ -52,6 +52,17 @@ def group_kinds(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
         else:
             groups.append([number])
     return [tuple(group) for group in groups]
+
+
+def group_layouts(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
+    """The same groups, parted where values lie otherwise in memory: what is gathered and decoded together."""
+    parted: list[tuple[int, ...]] = []
+    for group in group_kinds(sources):
+        by_layout: dict[Hashable, list[int]] = {}
+        for number in group:
+            by_layout.setdefault(sources[number].chunks.layout, []).append(number)
+        parted.extend(map(tuple, by_layout.values()))
+    return parted
 
 
 def _same(one: Any, other: Any) -> bool:

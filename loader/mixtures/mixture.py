@@ -22,7 +22,18 @@ from ..order.selecting.subset import Subset
 from ..packing.config import Packing
 from ..streams.keep import KeepChoice
 
-_INHERITED: Any = type("Inherited", (), {"__repr__": lambda self: "<the loader's>"})()
+
+class _Inherited:
+    """What a source has not given. There is one of it in each process, also where a source is copied or sent."""
+
+    def __repr__(self) -> str:
+        return "<the loader's>"
+
+    def __reduce__(self) -> str:
+        return "_INHERITED"
+
+
+_INHERITED: Any = _Inherited()
 _MOST_SOURCES = 1 << 12
 
 

@@ -19,7 +19,7 @@ from ..streams import channel as channels
 from ..streams.channel import number_loader
 from ..streams.ledger import Ledgers
 from .assembler import MixtureAssembler
-from .batch import Kind, group_kinds
+from .batch import Kind, group_kinds, group_layouts
 from .fields import check_names
 from .mixture import Mixture
 from .position import MixturePosition
@@ -136,8 +136,7 @@ def open_mixture(
                 f"processes={processes} with sources that have transform= or decode= of their own ({one!r} and "
                 f"{other!r}): worker processes run one; use threads (processes=0), or one transform for all sources"
             )
-        if sources.are_streams:
-            groups = [(number,) for number in range(len(sources))]
+        groups = [(number,) for number in range(len(sources))] if sources.are_streams else group_layouts(sources)
         chunks = JointChunks(sources, [source.chunks for source in sources])
         return MixtureParts(
             sources=sources,

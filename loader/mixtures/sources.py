@@ -25,6 +25,7 @@ from ..dataset.index import find_manifest
 from ..dataset.manifest import Manifest
 from ..decoding.batch_options import IDS
 from ..formats.detect import make_format
+from ..formats.schema import marked_shape
 from ..metrics import Counters
 from ..order.cached import cached_property
 from ..order.selecting.selection import Selection
@@ -180,16 +181,16 @@ def open_sources(
 
 
 def _mark_alike(sources: Sequence[OpenSource]) -> None:
-    """Have the nulls of a column marked by all sources if one delivers marks, as by all shards of one data set."""
+    """Have a column's nulls marked by all sources, whatever their formats, if one delivers marks, as by all shards."""
     marked = {
-        (name, column["type"])
+        name: shape
         for source in sources
         if source.options.transform is None and source.packer is None
         for name, column in _columns(source).items()
-        if column.get("nulls") and (source.columns is None or name in source.columns)
+        if (shape := marked_shape(column)) is not None and (source.columns is None or name in source.columns)
     }
     for source in sources:
-        source.chunks.mark_nulls([name for name, of in _columns(source).items() if (name, of["type"]) in marked])
+        source.chunks.mark_nulls({name: shape for name, shape in marked.items() if name in source.manifest.fields})
 
 
 def _columns(source: OpenSource) -> Mapping[str, Any]:

@@ -40,7 +40,8 @@ def make_position(reshaping: Reshaping | None, manifest: Manifest, *, share: Sha
     ledgers = Ledgers(channel, rank=share.rank, world_size=share.world_size)
     packing = reshaping.packing_for(manifest)
     packed = None if packing is None else (packing[0].fingerprint, packing[1])
-    return StreamPosition(manifest, ledgers=ledgers, packing=packed, share=share, **options)
+    only_skips = reshaping.only_skips
+    return StreamPosition(manifest, ledgers=ledgers, packing=packed, only_skips=only_skips, share=share, **options)
 
 
 def make_assembler(

@@ -38,6 +38,7 @@ class Resources:
         self.images: ImageProcesses | None = None
         self.log: DeliveryLog | None = None
         self.peers: PeerWatch | None = None
+        self.names: tuple[str, ...] = ()  # by which other ranks know the loader
         self.calls: Calls | None = None  # which are compared with those of the other ranks
         self.others: list[Any] = []  # what its users want closed with it
         self._counts = StoreCounts()  # of the store, once it is closed
@@ -99,18 +100,18 @@ class Resources:
             if pipeline is not None:
                 pipeline.interrupt(error)
 
-        self.peers = join_peers(self, interrupt, self.calls)
+        self.peers = join_peers(self, self.names, interrupt, self.calls)
 
     def check_peers(self) -> None:
-        """Raise RankStoppedError where another rank's loader failed, once for each such error."""
+        """Raise RankStoppedError where this loader failed on another rank, once for each such error."""
         if self.peers is not None:
-            self.peers.check()
+            self.peers.check(self)
 
     def tell_peers(self, error: BaseException) -> None:
         """Tell the other ranks of an error that ends this one's pass: not of an interrupt, or of a closed loader."""
         is_own_doing = isinstance(error, (LoaderClosedError, ForkedLoaderError)) or not isinstance(error, Exception)
         if self.peers is not None and not is_own_doing:
-            self.peers.tell(error)
+            self.peers.tell(self, error)
 
     def stop_pipeline(self) -> None:
         """End the pipeline, if there is one, and drop what it read ahead."""

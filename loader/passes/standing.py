@@ -25,6 +25,10 @@ class Standing:
         """
         return self._passes.position.steps_per_epoch
 
+    def __bool__(self) -> bool:
+        """True: ``if loader:`` asks whether there is one, and not for a number of batches, which may not be known."""
+        return True
+
     if not TYPE_CHECKING:  # for type checkers, indexing a loader is the error that it is
         __getitem__ = NoItems(
             "a DistributedDataLoader is no data set that something else makes batches of: it shuffles, reads and "

@@ -339,8 +339,9 @@ class Position(RunPosition):
         """Raise StateMismatchError where one of the two drops samples, and it matters."""
         if loaded.stream and loaded.consumed:
             raise StateMismatchError(
-                "the state is inside an epoch of a loader with keep=, may_drop= or packing=, and this one drops "
-                "nothing and packs nothing; give it the same, or start from its next epoch with set_epoch"
+                "the state is inside an epoch of a loader with keep=, may_drop=, packing= or on_error='skip', and this "
+                "one drops nothing and packs nothing; give it the same, or start from its next epoch with set_epoch. "
+                "on_error='skip' with max_errors=0 drops nothing from here on"
             )
 
     def load(self, state: LoaderState, tell: Tell = tell_nobody) -> None:

@@ -27,9 +27,15 @@ class StreamPosition(UncountedPosition, Position):
 
     who = "a loader that drops or packs samples"
 
-    def __init__(self, *args: Any, packing: tuple[str, int] | None = None, **options: Any) -> None:
-        """``packing`` is what decides how documents are packed, and how many samples are packed together."""
+    def __init__(
+        self, *args: Any, packing: tuple[str, int] | None = None, only_skips: bool = False, **options: Any
+    ) -> None:
+        """``packing`` is what decides how documents are packed, and how many samples are packed together.
+
+        ``only_skips``: nothing is dropped but bad samples, so that states of a loader that drops none are good here.
+        """
         self._packing = packing
+        self._only_skips = only_skips
         super().__init__(*args, **options)
         self._began: tuple[int, int, Cursors] | None = None
 
@@ -76,11 +82,13 @@ class StreamPosition(UncountedPosition, Position):
         return loaded
 
     def _check_stream(self, loaded: LoaderState) -> None:
-        if loaded.consumed and not loaded.stream:
+        if loaded.consumed and not loaded.stream and not self._only_skips:
             raise StateMismatchError(
                 "the state is inside an epoch of a loader that drops nothing and packs nothing, and this one does; "
-                "load it there, or start from its next epoch with set_epoch"
+                "load it there, or start from its next epoch with set_epoch (on_error='skip' alone can begin here)"
             )
+        if not loaded.stream:
+            return
         kind = loaded.stream.get("kind") if loaded.stream else None
         if loaded.stream and kind not in (FILTER, PACKING):
             raise StateMismatchError(f"a damaged loader state: stream of kind {kind!r}")
@@ -116,4 +124,9 @@ class StreamPosition(UncountedPosition, Position):
     def load(self, state: LoaderState, tell: Tell = tell_nobody) -> None:
         self._has_ended = False
         super().load(state, tell)
-        self._began = (state.epoch, state.consumed, self._read(state)) if self._is_own(state) else None
+        self._began = None
+        if self._is_own(state):
+            self._began = state.epoch, state.consumed, self._read(state)
+        elif state.consumed:  # so far, each input had an output
+            due = lane_offsets(np.array(state.consumed, np.int64), lane_turns(state.lanes))
+            self._began = state.epoch, state.consumed, Cursors(due, due, due)

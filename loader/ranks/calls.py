@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import xxhash
 
 from ..errors import ConfigError
 from .detect import own_process
 
 _NAMESPACE = "penstock/calls"
 _CURE = "every rank must call it, with the same values and after the same batch"
-
-_made: Counter[str] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +43,10 @@ class Calls:
     and the call that another rank has made and this one has not, of the thread that compares.
     """
 
-    def __init__(self, identity: str, processes: int) -> None:
-        """The n-th loader of an ``identity`` on a rank meets the n-th of the others; ``processes`` take part."""
-        name = f"{xxhash.xxh3_64_hexdigest(identity.encode())}/{processes}"
-        _made[name] += 1
-        self._prefix = f"{_NAMESPACE}/{name}/{_made[name]}"
+    def __init__(self, name: str, processes: int) -> None:
+        """``name`` is the loader's, the same on all ranks, of which ``processes`` take part."""
+        self.name = name
+        self._prefix = f"{_NAMESPACE}/{name}"
         self._processes = processes
         self._calls: list[Call] = []
         self._moves = 0

@@ -4,21 +4,25 @@ So is one that kept a loader from being made, and calls that ranks make differen
 collectives, so a rank that is late, blocked or gone delays nobody. A thread of each process looks at the store twice a
 second. A rank that waits for a batch is woken; one that trains gets the error with its next batch; one
 that is blocked in a collective cannot be woken by us, but its log names the first cause.
+
+What is told is a log of incidents (``incidents.py``). An incident belongs to a loader (``naming.py``): it stops
+that loader on the other ranks, perhaps before they have made it, and none that they make or have beside it. A rank that
+has closed that loader only logs it. The silence of a rank stops every loader, and so does the end of its process, if it
+has not gone on with any loader since its last incident.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -28,13 +32,12 @@ from ..dataset.exchange import RemoteError
 from ..errors import RankStoppedError
 from .calls import Calls
 from .detect import is_torch_worker
+from .incidents import AGAIN_S, NAMESPACE, TOLD_WITHIN_S, Heard, Incident, Pending, this_process, wait_until_known
+from .naming import Attempt
 from .signs import Signs
 
 LOOK_S = 0.5
 RANKS_A_SECOND = 2000  # that one store answers without effort: larger worlds look less often
-_AGAIN_S = 0.02
-TOLD_WITHIN_S = 2.0  # how long an error is held back until the others have seen it
-_NAMESPACE = "penstock/stop"
 _LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -42,32 +45,44 @@ Interrupt = Callable[[RankStoppedError | None], None]
 
 _lock = threading.Lock()
 _watches: dict[int, PeerWatch] = {}  # by process: a fork has none of its parent's threads
-_seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # incidents that this process raised, by store
+_last_told: dict[int, Incident] = {}  # by process: what it has told, until a loader of it goes on
 
 
-def join_peers(key: object, interrupt: Interrupt, calls: Calls | None = None) -> PeerWatch | None:
+_heard: weakref.WeakKeyDictionary[Any, Heard] = weakref.WeakKeyDictionary()  # by store
+
+
+def join_peers(key: object, names: Sequence[str], interrupt: Interrupt, calls: Calls | None = None) -> PeerWatch | None:
     """Watch for errors of other ranks until ``leave(key)``; None outside a process group of two or more ranks.
 
-    ``interrupt`` is called, perhaps more than once, with an error that whoever waits for a batch is to raise, and with
-    None once it was raised. ``calls`` are compared with those of the other ranks.
+    ``names`` are those of the loader, the surest one first. ``interrupt`` is called, perhaps more than once, with an
+    error that whoever waits for a batch is to raise, and with None once it was raised. ``calls`` are compared with
+    those of the other ranks.
     """
     store = _group_store()
     if store is None:
         return None
+    member = _Member(tuple(names), interrupt, calls)
     with _lock:
         watch = _watches.get(os.getpid())
-        if watch is None or not watch.is_of(store) or not watch.join(key, interrupt, calls):
-            watch = _watches[os.getpid()] = PeerWatch(store)
-            watch.join(key, interrupt, calls)
+        if watch is None or not watch.is_of(store) or not watch.join(key, member):
+            watch = _watches[os.getpid()] = PeerWatch(store, _heard.setdefault(store, Heard()))
+            watch.join(key, member)
         return watch
 
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """A process that ends well without closing its loaders is not missed by the others."""
+    """A process that ends well without closing its loaders is not missed by the others; one that failed is."""
     watch = _watches.get(os.getpid())
     if watch is not None:
         watch.end()
+    told, group = _last_told.get(os.getpid()), _group_store()
+    if told is not None and group is not None:
+        with suppress(RuntimeError):  # the store is gone, and nobody is left to tell
+            store, number = _clone(group), _heard.setdefault(group, Heard()).number
+            own = replace(told, names=())
+            while own.post(store, number := number + 1) is not own:
+                pass
 
 
 def agreed_start() -> str | None:
@@ -82,69 +97,93 @@ def agreed_start() -> str | None:
     return None
 
 
+def begin_attempt(source: object, world_size: int | None, **taken: object) -> Attempt | None:
+    """Number a loader that is about to be made; None where its rank has data of its own."""
+    if world_size == 1 or is_torch_worker():
+        return None
+    _last_told.pop(os.getpid(), None)
+    return Attempt.begin(_group_store(), source, taken)
+
+
 def tell_of_failure(init: Callable[P, None]) -> Callable[P, None]:
     """Tell all ranks where a loader that they are to share cannot be made on this one; see ``PeerWatch.tell``."""
 
     @wraps(init)
     def telling(*args: P.args, **kwargs: P.kwargs) -> None:
+        given: list[Any] = list(args)
+        named: dict[str, Any] = dict(kwargs)
+        taken = {name: named.get(name) for name in ("split", "subset", "shuffle")}
+        source = given[1] if len(given) > 1 else named.get("source")
+        attempt = given[0]._attempt = begin_attempt(source, named.get("world_size"), **taken)
         try:
             init(*args, **kwargs)
         except Exception as exc:
-            if kwargs.get("world_size") != 1:
-                _tell_at_once(exc)
+            if attempt is not None:
+                _tell_at_once(exc, attempt.names)
             raise
+        finally:
+            group = _group_store()
+            if attempt is not None and group is not None:
+                with _lock:
+                    _heard.setdefault(group, Heard()).made.update(attempt.names)
 
     return telling
 
 
-def _tell_at_once(error: Exception) -> None:
+def _tell_at_once(error: Exception, names: tuple[str, ...]) -> None:
     """Tell of an error without a watch. Where all ranks fail alike, each raises its own, and nobody waits."""
     group = _group_store()
-    if group is None or is_torch_worker():
+    if group is None:
         return
     with _lock:
-        number = _seen[group] = _seen.get(group, 0) + 1
-    incident, (rank, world_size) = f"{_NAMESPACE}/{number}", _place()
+        number = _heard.setdefault(group, Heard()).number
+    rank, world_size = _place()
     with suppress(RuntimeError):  # the store is gone, and nobody is left to tell
-        store = _clone(group)
-        if int(store.add(f"{incident}/claims", 1)) == 1:
-            store.set(f"{incident}/cause", json.dumps(asdict(_in_transit(error, rank))))
-        elif store.check([f"{incident}/cause"]):
-            first = RemoteError(**json.loads(store.get(f"{incident}/cause")))
-            if first.message not in str(error):
-                error.add_note(f"before that, {RankStoppedError(first.rank, first.kind, first.text)}")
-        until = time.monotonic() + TOLD_WITHIN_S
-        while time.monotonic() < until:
-            if sum(int(store.add(f"{incident}/{what}", 0)) for what in ("known", "claims")) >= world_size:
+        store, own = _clone(group), Incident.of(_in_transit(error, rank), names, is_raised=True)
+        while (first := own.post(store, number := number + 1)) is not own:
+            if first.concerns(names):
+                store.add(f"{NAMESPACE}/{number}/known", 1)
+                if first.error.message not in str(error):
+                    error.add_note(f"before that, {first.to_exception()}")
                 return
-            time.sleep(_AGAIN_S)
+        _last_told[os.getpid()] = own
+        wait_until_known(store, number, world_size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A loader that hears of errors on other ranks."""
+
+    names: tuple[str, ...]
+    interrupt: Interrupt
+    calls: Calls | None
 
 
 class PeerWatch:
     """What this process knows of errors on other ranks. Owns one thread, from its first member to its last.
 
-    Mutable state, under a lock: the members; the error of another rank that was not raised here yet; the error of this
-    rank that is to be told. Each error is an incident with a number; the first rank to claim the number is its cause.
+    Mutable state, under a lock: the members; what was ``heard``, with the errors of other ranks that were not raised
+    here yet; the error of this rank that is to be told.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, heard: Heard) -> None:
         self._group = weakref.ref(store)
+        self._heard = heard
         self._rank, world_size = _place()
         self._signs = Signs(self._rank, world_size, time.monotonic())
         self._at = place_of(store)
         self._look_s = max(LOOK_S, world_size / RANKS_A_SECOND)
         self._changed = Condition()
-        self._members: dict[int, tuple[Interrupt, Calls | None]] = {}
-        self._own: BaseException | None = None
+        self._members: dict[int, _Member] = {}
+        self._own: tuple[BaseException, tuple[str, ...]] | None = None
         self._is_over = False
         self._thread: Thread | None = None
-        self.pending: RankStoppedError | None = None
 
     def is_of(self, store: Any) -> bool:
         """Whether it is of the group with this store."""
         return self._group() is store
 
-    def join(self, key: object, interrupt: Interrupt, calls: Calls | None = None) -> bool:
+    def join(self, key: object, member: _Member) -> bool:
         """Become a member; returns False where the watch is over."""
         with self._changed:
             if self._is_over:
@@ -152,13 +191,18 @@ class PeerWatch:
             if self._thread is None or self._thread.ident is None:  # an interrupt came before it began
                 self._thread = Thread(target=self._watch, name="penstock-peers")
                 self._thread.start()
-            self._members[id(key)] = interrupt, calls  # now only: who is interrupted before this cannot leave
+            self._heard.made.update(member.names)
+            self._members[id(key)] = member  # now only: who is interrupted before this cannot leave
             return True
 
     def leave(self, key: object) -> None:
-        """End the thread with the last member."""
+        """Forget what is pending of this loader; end the thread with the last member."""
         with self._changed:
-            self._members.pop(id(key), None)
+            member = self._members.pop(id(key), None)
+            if member is not None:
+                self._heard.pending[:] = [
+                    one for one in self._heard.pending if not one.names or not one.concerns(member.names)
+                ]
             if self._members:
                 return
         self.end()
@@ -171,58 +215,66 @@ class PeerWatch:
         if thread is not None and thread is not threading.current_thread():
             thread.join(TOLD_WITHIN_S)
 
-    def check(self) -> None:
-        """Raise the error of another rank, once. Called before each batch: cheap where there is none."""
-        if self.pending is not None:
-            raise self._take()
-
-    def _take(self) -> RankStoppedError:
+    @property
+    def pending(self) -> RankStoppedError | None:
+        """The first error of another rank that a loader here has not raised yet."""
         with self._changed:
-            error = self.pending
-            self._note_seen()
-        assert error is not None
-        return error
+            names = [name for member in self._members.values() for name in member.names]
+            return next((one.error for one in self._heard.pending if one.concerns(names)), None)
 
-    def tell(self, error: BaseException) -> None:
+    def check(self, key: object) -> None:
+        """Raise the error of another rank's loader, once. Called before each batch: cheap where there is none."""
+        if self._heard.pending and (error := self._take(key)) is not None:
+            raise error
+        if _last_told:
+            _last_told.pop(os.getpid(), None)
+
+    def _take(self, key: object) -> RankStoppedError | None:
+        with self._changed:
+            member = self._members.get(id(key))
+            found = [] if member is None else [one for one in self._heard.pending if one.concerns(member.names)]
+            if not found:
+                return None
+            self._forget(found[0])
+            return found[0].error
+
+    def tell(self, key: object, error: BaseException) -> None:
         """Tell all ranks of an error of this one, and hold it back until they know it, for two seconds at most.
 
         Where another rank failed before, the error gets a note that names that one as the first cause.
         """
         until = time.monotonic() + TOLD_WITHIN_S
         with self._changed:
-            if isinstance(error, RankStoppedError) or self._is_over:
-                if error is self.pending:
-                    self._note_seen()
+            member = self._members.get(id(key))
+            if isinstance(error, RankStoppedError) or self._is_over or member is None:
+                for one in [one for one in self._heard.pending if one.error is error]:
+                    self._forget(one)
                 return
-            self._own = error
+            self._own = error, member.names
             self._changed.notify_all()
             while self._own is not None and not self._is_over and time.monotonic() < until:
                 self._changed.wait(max(0.0, until - time.monotonic()))
             self._own = None
 
-    def _note_seen(self) -> None:
-        """The newest incident was raised here."""
-        self.pending = None
-        for interrupt, _ in self._members.values():
-            interrupt(None)
-        store = self._group()
-        if store is not None:
-            _seen[store] = _seen.get(store, 0) + 1
+    def _forget(self, raised: Pending) -> None:
+        """It was raised here, or is known."""
+        self._heard.pending.remove(raised)
+        for member in self._members.values():
+            if raised.concerns(member.names):
+                member.interrupt(None)
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:
             store = _clone(self._group())
-            store.add(f"{_NAMESPACE}/watching", 1)
+            store.add(f"{NAMESPACE}/watching", 1)
             while self._wait():
-                group = self._group()
-                if group is None or _group_store() is not group:
+                if (group := self._group()) is None or _group_store() is not group:
                     break
-                number = _seen.get(group, 0) + 1
                 del group  # which would keep the store after its group
-                self._look(store, number, f"{_NAMESPACE}/{number}")
-            store.add(f"{_NAMESPACE}/watching", -1)
+                self._look(store)
+            store.add(f"{NAMESPACE}/watching", -1)
             self._signs.leave(store)
         except RuntimeError as exc:
             if is_cut_off(exc):
@@ -237,32 +289,59 @@ class PeerWatch:
         """Wait until it is time to look, or there is something to tell; False once nobody is a member."""
         with self._changed:
             if not self._is_over:
-                self._changed.wait(self._look_s if self._own is None else _AGAIN_S)
+                self._changed.wait(self._look_s if self._own is None else AGAIN_S)
             return not self._is_over
 
-    def _look(self, store: Any, number: int, incident: str) -> None:
-        if self.pending is None and store.check([f"{incident}/cause"]):
-            self._note(number, RemoteError(**json.loads(store.get(f"{incident}/cause"))))
-            store.add(f"{incident}/known", 1)  # after the log has it: the rank that failed may exit now
+    def _look(self, store: Any) -> None:
+        while store.check([f"{NAMESPACE}/{self._heard.number + 1}/cause"]):
+            self._hear(store, Incident.read(store.get(f"{NAMESPACE}/{self._heard.number + 1}/cause")))
         if self._own is not None:
-            self._tell(store, incident)
-        self._compare_calls(store, incident)
+            self._tell(store, *self._own)
+        self._compare_calls(store)
         silence = self._signs.exchange(store, time.monotonic())
-        if silence is not None and self.pending is None and int(store.add(f"{incident}/claims", 1)) == 1:
-            store.set(f"{incident}/cause", json.dumps(asdict(silence)))
+        if silence is not None and all(one.names for one in self._heard.pending):
+            self._post(store, Incident.of(silence, (), is_raised=False))
         with self._changed:
-            if self.pending is not None:
-                for interrupt, _ in self._members.values():
-                    interrupt(self.pending)  # again each time: a pass may just have begun
+            for member in self._members.values():
+                for one in self._heard.pending:
+                    if one.concerns(member.names):
+                        member.interrupt(one.error)  # again each time: a pass may just have begun
+                        break
 
-    def _compare_calls(self, store: Any, incident: str) -> None:
+    def _hear(self, store: Any, incident: Incident) -> None:
+        """Take in the next incident: keep it for its loader, unless that is closed here."""
+        number, error = self._heard.number + 1, incident.to_exception()
+        with self._changed:
+            self._heard.number = number
+            if incident.teller == this_process():
+                return  # raised here
+            names = self._names_here(incident)
+            if names is not None:
+                self._heard.pending.append(Pending(error, names))
+        _LOG.error("%s", error if names is not None else f"{error} (of a loader that is closed on this rank)")
+        store.add(f"{NAMESPACE}/{number}/known", 1)  # after the log has it: the rank that failed may exit now
+
+    def _names_here(self, incident: Incident) -> tuple[str, ...] | None:
+        """The names of the loader that an incident stops, which may still be made; None where it is closed."""
+        made = next((name for name in incident.names if name in self._heard.made), None)
+        if made is None:
+            return incident.names
+        return (made,) if any(made in member.names for member in self._members.values()) else None
+
+    def _post(self, store: Any, incident: Incident) -> int:
+        """Tell an incident under the next number, after hearing of those before; returns the number."""
+        while (first := incident.post(store, self._heard.number + 1)) is not incident:
+            self._hear(store, first)
+        return self._heard.number + 1
+
+    def _compare_calls(self, store: Any) -> None:
         """Where this rank and another one made different calls, that is the cause that all ranks find next."""
         with self._changed:
-            members = [calls for _, calls in self._members.values() if calls is not None]
-        for calls in members:
+            compared = [member.calls for member in self._members.values() if member.calls is not None]
+        for calls in compared:
             error = calls.compare(store)
-            if error is not None and int(store.add(f"{incident}/claims", 1)) == 1:
-                store.set(f"{incident}/cause", json.dumps(asdict(RemoteError.of(error, self._rank))))
+            if error is not None:
+                self._post(store, Incident.of(RemoteError.of(error, self._rank), [calls.name], is_raised=False))
 
     def _lose_store(self, error: RuntimeError) -> None:
         """Who waits for a batch may wait for what other ranks tell, and who is in a collective is there in vain."""
@@ -275,41 +354,34 @@ class PeerWatch:
         )
         _LOG.error("%s", lost)
         with self._changed:
-            self.pending = lost
-            for interrupt, _ in self._members.values():
-                interrupt(lost)
+            self._heard.pending.append(Pending(lost, ()))
+            for member in self._members.values():
+                member.interrupt(lost)
 
-    def _note(self, number: int, cause: RemoteError) -> None:
-        error = RankStoppedError(cause.rank, cause.kind, cause.text)
-        with self._changed:
-            group = self._group()
-            if group is None or _seen.get(group, 0) >= number:
-                return  # raised a moment ago
-            self.pending = error
-        _LOG.error("%s", error)
-
-    def _tell(self, store: Any, incident: str) -> None:
-        with self._changed:
-            own, first = self._own, self.pending
-        if own is None:
-            return
-        if first is not None:
-            own.add_note(f"before that, {first}")
-        elif int(store.add(f"{incident}/claims", 1)) == 1:
-            store.set(f"{incident}/cause", json.dumps(asdict(_in_transit(own, self._rank))))
-            self._wait_for_others(store, incident)
+    def _tell(self, store: Any, own: BaseException, names: tuple[str, ...]) -> None:
+        """Tell an error of this rank, unless another rank was first with one of the same loader."""
+        incident = Incident.of(_in_transit(own, self._rank), names[:1], is_raised=True)
+        first = self._first(names)
+        while first is None and (there := incident.post(store, self._heard.number + 1)) is not incident:
+            self._hear(store, there)
+            first = self._first(names)
+        if first is None:
+            number = self._heard.number + 1
+            with self._changed:
+                self._heard.number = number
+                _last_told[os.getpid()] = incident
+            wait_until_known(store, number, int(store.add(f"{NAMESPACE}/watching", 0)) - 1)
         else:
-            return  # another rank was first, and its cause is there at the next look
+            own.add_note(f"before that, {first.error}")
         with self._changed:
             self._own = None
-            self._note_seen()
+            if first is not None and first in self._heard.pending:
+                self._forget(first)
             self._changed.notify_all()
 
-    def _wait_for_others(self, store: Any, incident: str) -> None:
-        until = time.monotonic() + TOLD_WITHIN_S
-        others = int(store.add(f"{_NAMESPACE}/watching", 0)) - 1
-        while int(store.add(f"{incident}/known", 0)) < others and time.monotonic() < until:
-            time.sleep(_AGAIN_S)
+    def _first(self, names: Collection[str]) -> Pending | None:
+        with self._changed:
+            return next((one for one in self._heard.pending if one.concerns(names)), None)
 
 
 def _in_transit(error: BaseException, rank: int) -> RemoteError:

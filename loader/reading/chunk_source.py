@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from ..errors import FormatError
 from ..formats.base import BaseFormat, refuse_large
 from ..formats.failures import explain_failures
 from ..formats.hive import Partitions
-from ..formats.schema import expect_nulls
+from ..formats.schema import add_marks, expect_nulls
 from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_memory
 from ..metrics import Counters
@@ -90,6 +90,7 @@ class ChunkSource:
         self.manifest = manifest
         self._schema = manifest.schema
         self._partitions = Partitions.of(manifest.schema, columns)
+        self._shapes: Mapping[str, tuple[int, ...]] = {}  # of columns whose nulls are marked
         self._avoided = avoided
         self.columns = columns
         self._format = shard_format
@@ -119,15 +120,31 @@ class ChunkSource:
             self._avoided,
         )
         source._checks = self._checks  # which warns once
-        source._use(self._schema)
+        source._use(self._schema, self._shapes)
         return source
 
-    def mark_nulls(self, names: Collection[str]) -> None:
-        """Open chunks as if the data set had nulls in these columns, where it has such; called before any is read."""
-        self._use(expect_nulls(self._schema, names))
+    def mark_nulls(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Mark the nulls of these columns, whether the data set has any or not; called before any chunk is read.
 
-    def _use(self, schema: Mapping[str, Any]) -> None:
-        self._schema, self._partitions = schema, Partitions.of(schema, self.columns)
+        ``shapes`` are those of single values, for formats that know no nulls and may not know the shape either.
+        """
+        self._use(expect_nulls(self._schema, shapes), dict(shapes))
+
+    def _use(self, schema: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._schema, self._partitions, self._shapes = schema, Partitions.of(schema, self.columns), shapes
+
+    @property
+    def _marked(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: of for name, of in self._shapes.items() if self.columns is None or name in self.columns}
+
+    @property
+    def layout(self) -> Hashable:
+        """What decides how an opened chunk's values lie in memory: rows of sources that differ are gathered apart."""
+        columns, read = self._schema.get("columns", {}), self.columns
+        names = tuple(columns if read is None else read) if columns else tuple(sorted(read or self.manifest.fields))
+        told = ((name, str(columns[name]) if name in columns else None) for name in names)
+        kind = "table" if self.manifest.format in ("parquet", "arrow") else self.manifest.format
+        return kind, tuple(told), tuple(sorted(self._marked))
 
     def load(self, index: int) -> Block:
         """Fetch and open a chunk: what ``fetch`` and ``open`` do, and raise."""
@@ -272,8 +289,7 @@ class ChunkSource:
         rows = max(1, chunk.samples * _PIECE_BYTES // needed)
         stored, schema = self._partitions.stored, self._partitions.schema
         pieces = self._format.open_pieces(chunk, fetched.header, fetched.parts, stored, schema, rows)
-        whole = (pack_records(self._partitions.add_to(piece, chunk)) for piece in pieces)
-        return join_on_disk(whole, chunk, needed)
+        return join_on_disk((pack_records(self._complete(piece, chunk)) for piece in pieces), chunk, needed)
 
     def _open(self, index: int, chunk: ChunkRef, fetched: Fetched) -> Block:
         """The chunk as columns; where its values lie is not found out twice."""
@@ -287,8 +303,12 @@ class ChunkSource:
             if is_whole:
                 check = None if fetched.mapped is None else partial(fetched.mapped.check, chunk)
                 self._layouts.keep(index, block, parts[0], checksum, check=check)
-            block = pack_records(self._partitions.add_to(block, chunk))
-        return block
+            return pack_records(self._complete(block, chunk))
+        return self._complete(block, chunk)
+
+    def _complete(self, block: Block, chunk: ChunkRef) -> Block:
+        """A block, or a piece of one, with what its bytes do not hold: columns in the path, and marks of nulls."""
+        return add_marks(self._partitions.add_to(block, chunk), self._marked)
 
     def close(self) -> None:
         """Have what was found out about chunks kept for other processes of the node."""

@@ -70,7 +70,7 @@ class EpochSupply:
 
         self.feeds = make_feeds(ledger)
         for lane in lanes:
-            self.feeds.add(lane, int(cursors.offsets[lane]), int(cursors.outputs[lane]))
+            self.feeds.add(lane, int(cursors.offsets[lane]), int(cursors.outputs[lane]), ledger.base(lane))
         self._borrowed = make_feeds(None)
         self._held: set[int] | None = None  # lanes of ``feeds`` whose outputs are at hand; None: all
         self._taken: set[int] = set()  # lanes that are taken from ``_borrowed``
@@ -160,7 +160,7 @@ class EpochSupply:
             feed = feeds.feeds.get(lane)
             offset, outputs = self.ledger.anchor_before(lane, start)
             if feed is None or feed.asked < offset:
-                feeds.add(lane, offset, outputs)
+                feeds.add(lane, offset, outputs, self.ledger.base(lane))
             targets[lane] = stop
         self._drop_unused(targets)
         if not targets:

@@ -106,12 +106,14 @@ class LaneFeed:
     """One lane of a rank, from input ``offset`` on, before which the lane has ``outputs`` outputs. One thread uses it.
 
     ``asked`` is the first input that no work has begun on, ``done`` the first whose outcome is not known, ``found`` the
-    number of outputs before that. ``failed`` is what input ``done`` raised.
+    number of outputs before that. ``failed`` is what input ``done`` raised. Of what comes before output ``base``
+    nothing is asked.
     """
 
-    def __init__(self, lane: int, offset: int, outputs: int, size: int) -> None:
+    def __init__(self, lane: int, offset: int, outputs: int, size: int, base: int = 0) -> None:
         self.lane = lane
         self.size = size
+        self._base = base
         self.asked = self.done = self._begun = offset
         self.found = self._found_before = outputs
         self.failed: Exception | None = None
@@ -144,14 +146,14 @@ class LaneFeed:
     def holds_from(self, output: int) -> bool:
         """Whether all outputs from a number on, to the lane's end, are at hand."""
         begun = self.blocks[0].first if self.blocks else self.found
-        return self.done == self.size and not self.ends and begun <= max(0, output - 1)
+        return self.done == self.size and not self.ends and begun <= max(self._base, output - 1)
 
     def has(self, start: int, stop: int) -> bool:
         """Whether outputs ``start`` to ``stop``, and the one before them, are at hand."""
         if not self.blocks:
             return False
         last = self.blocks[-1]
-        return self.blocks[0].first <= max(0, start - 1) and stop <= last.first + last.count
+        return self.blocks[0].first <= max(self._base, start - 1) and stop <= last.first + last.count
 
     def add(self, found: Yield) -> LaneBlock:
         """Take in the outcome of the next inputs."""

@@ -84,11 +84,14 @@ class LaneFeeds:
         self.waiting: tuple[str, float] | None = None  # what is waited for, since this perf_counter()
         self._horizon = 0.0  # outputs a lane, beyond those found, whose inputs have been requested
 
-    def add(self, lane: int, offset: int, outputs: int) -> LaneFeed:
-        """Begin with a lane at an input, before which it has ``outputs`` outputs; again, if it has begun before it."""
+    def add(self, lane: int, offset: int, outputs: int, base: int = 0) -> LaneFeed:
+        """Begin with a lane at an input, before which it has ``outputs`` outputs; again, if it has begun before it.
+
+        ``base``: see ``LaneFeed``.
+        """
         if lane in self.feeds:
             self._abandon()
-        feed = LaneFeed(lane, offset, outputs, int(self._sizes[lane]))
+        feed = LaneFeed(lane, offset, outputs, int(self._sizes[lane]), base)
         self.feeds[lane] = feed
         self._opened[lane] = offset
         if self._ledger is not None and feed.is_over:

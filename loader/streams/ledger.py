@@ -72,6 +72,8 @@ class EpochLedger:
             self.tail = None
             anchors = zip(cursors.offsets.tolist(), cursors.outputs.tolist(), strict=True)
             for lane, (offset, outputs) in enumerate(anchors):
+                if 0 < outputs == cursors.taken[lane]:  # nothing was dropped before, whatever would be now
+                    self._offsets[lane], self._outputs[lane] = array("q", [offset]), array("q", [outputs])
                 self._anchor(lane, offset, outputs)
             self.known = np.maximum(self.known, cursors.outputs)
 
@@ -255,6 +257,11 @@ class EpochLedger:
         with self._lock:
             place = max(0, bisect_left(self._outputs[lane], outputs) - 1)
             return self._offsets[lane][place], self._outputs[lane][place]
+
+    def base(self, lane: int) -> int:
+        """The number of the first output of a lane that can be found: of no input before it anything is known."""
+        with self._lock:
+            return self._outputs[lane][0]
 
     def cursors_at(self, position: int) -> Cursors:
         """The cursors of all lanes where this many outputs have been handed out."""

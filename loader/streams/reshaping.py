@@ -29,13 +29,14 @@ FILTER = "filter"
 @dataclass(frozen=True, slots=True)
 class Reshaping:
     """What changes the number of samples: ``sieve`` asks ``keep=``, with ``may_drop`` the transform may return None,
-    ``packer`` makes sequences of documents, and with ``skips`` bad samples are dropped."""
+    ``packer`` makes sequences of documents, and with ``skips`` bad samples are dropped; ``only_skips``: no others."""
 
     sieve: Sieve | None
     may_drop: bool
     packer: Packer | None
     has_transform: bool
     skips: bool = False
+    only_skips: bool = False
 
     @staticmethod
     def of(
@@ -71,7 +72,14 @@ class Reshaping:
                 "two, or select by subset="
             )
         packer = None if packing is None else open_packer(packing)
-        return Reshaping(None if keep is None else Sieve(keep), may_drop or skips, packer, transform is not None, skips)
+        return Reshaping(
+            None if keep is None else Sieve(keep),
+            may_drop or skips,
+            packer,
+            transform is not None,
+            skips,
+            only_skips=keep is None and not may_drop and packing is None,
+        )
 
     def columns_of_batches(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
         """The ``columns`` that are decoded: of documents that are packed as they are read, what is packed.

@@ -18,7 +18,7 @@ import torch
 from tar_dataset import write_tars
 from torch.utils.data import DataLoader
 
-from penstock import DistributedDataLoader
+from penstock import DistributedDataLoader, Mixture, Packing, Source
 from penstock.loader import ConfigError, StateMismatchError
 from penstock.loader.integrations import TorchLoader
 
@@ -66,6 +66,31 @@ def test_a_loader_that_is_copied_or_pickled_says_what_to_do(tars, duplicate, hol
         with pytest.raises(TypeError, match=r"neither copied nor pickled.*train_dataloader.*state_dict\(\)"):
             duplicate(held)
         assert len(list(loader)) == len(loader)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"keep": bool},
+        {"transform": lambda sample: None, "may_drop": True},
+        {
+            "packing": Packing(seq_len=8, field="txt", tokenizer=lambda texts: [[1]] * len(texts)),
+            "decode": {"txt": str},
+        },
+        {"on_error": "skip"},
+    ],
+    ids=["plain", "keep", "may_drop", "packing", "skip"],
+)
+def test_a_loader_is_true_whether_its_number_of_batches_is_known_or_not(tars: str, options: dict[str, Any]) -> None:
+    with load(tars, batch_size=4, **options) as loader:
+        assert loader
+        assert bool(loader.dataset)
+    endless = Mixture({"a": Source(tars), "b": Source(tars)}, stop="never")
+    with load(endless, batch_size=4) as loader:
+        assert loader
+    with load(Mixture(endless.sources), batch_size=4) as loader:
+        assert TorchLoader(loader)
 
 
 def test_the_batch_size_follows_the_shares(tars):

@@ -111,10 +111,9 @@ class BadSamples:
             problem = f"transform= failed for {self._in_a_row} samples in a row, which looks like a fault of its own"
         elif steps.total() > self._limit.samples:
             parts = ", ".join(f"{count:,} {_DONE[step]}" for step, count in sorted(steps.items()))
-            problem = (
-                f"{steps.total():,} samples of epoch {epoch} are bad on this rank, more than {self._limit.shown} allows"
-                f" ({parts})"
-            )
+            count = steps.total()
+            bad = f"1 sample of epoch {epoch} is" if count == 1 else f"{count:,} samples of epoch {epoch} are"
+            problem = f"{bad} bad on this rank, more than {self._limit.shown} allows ({parts})"
         else:
             return
         last = "; ".join(entry.reason for entry in list(self._records)[-_SHOWN:])

@@ -17,11 +17,12 @@ from torchrun import run_ranks
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError, LoaderClosedError, RankStoppedError
-from penstock.loader.ranks.peers import TOLD_WITHIN_S
+from penstock.loader.ranks.incidents import TOLD_WITHIN_S
 from penstock.storage import NotFoundError
 from penstock.storage.threads.interruptible import Thread
 
 SCRIPT = Path(__file__).parents[1] / "stopping_rank.py"
+CLOSED_SCRIPT = SCRIPT.with_name("closed_rank.py")
 SOON_S = 20.0  # on a busy machine; without being told, rank 0 trains for 30 s and rank 2 waits for ten minutes
 WAIT_S = 30.0
 
@@ -58,6 +59,69 @@ def test_an_error_on_one_rank_reaches_those_that_train_wait_or_are_blocked(tmp_p
     assert run.returncode != 0
 
 
+@pytest.fixture(scope="module")
+def closed_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
+    """What two ranks tell whose loaders fail and are closed, and their logs."""
+    folder = tmp_path_factory.mktemp("closed")
+    write_tars(folder / "data", [50, 50])
+    run = run_ranks(2, CLOSED_SCRIPT, folder / "data", folder)
+    assert run.returncode == 0, run.stderr
+    told = [json.loads((folder / f"closed-{rank}.json").read_text()) for rank in range(2)]
+    for rank, one in enumerate(told):
+        one["last"] = json.loads((folder / f"last-{rank}.json").read_text())
+    return told, run.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_whose_process_ends_after_its_error_stops_every_loader_of_the_others(
+    closed_ranks: tuple[list[dict[str, Any]], str],
+) -> None:
+    own = "ValueError: no such class"
+    (failed, other), _ = closed_ranks
+    assert failed["last"] == own
+    assert other["last"].startswith(f"RankStoppedError: rank 0 stopped: {own}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["keep", "may_drop"])
+def test_no_rank_goes_beyond_the_batch_before_what_decides_fails_and_one_behind_stops_sooner(
+    closed_ranks: tuple[list[dict[str, Any]], str], way: str
+) -> None:
+    ranks = [told["streams"] for told in closed_ranks[0]]
+    for pace in ("meeting", "slower"):
+        stopped = [told[f"{way} {pace}"] for told in ranks]
+        counts = [len(one["batches"]) for one in stopped]
+        for one, told in zip(stopped, ranks, strict=True):
+            assert one["batches"] == told["good"][: len(one["batches"])]
+            assert "no such class" in one["error"]
+            assert "sample 70" in one["error"]
+        first = next(rank for rank in range(2) if stopped[rank]["error"].startswith("ValueError: no such class"))
+        behind = stopped[1 - first]["error"]
+        assert behind.startswith(("DatasetError: rank", "RankStoppedError: rank"))
+        assert 0 < max(counts) < len(ranks[0]["good"])
+        assert counts[0] == counts[1] if pace == "meeting" else counts[1] <= counts[0]
+
+
+@pytest.mark.slow
+def test_an_error_stops_its_own_loader_on_other_ranks_and_no_loader_beside_or_after_it(
+    closed_ranks: tuple[list[dict[str, Any]], str],
+) -> None:
+    (failed, other), log = closed_ranks
+    own, told = "ValueError: no such class", "RankStoppedError: rank 0 stopped: "
+    after = {"after closed": 5, "after forgotten": 5, "beside": 5}
+    assert failed["first"] == {"closed": own, "forgotten": own, **after}
+    assert other["first"] == after
+    assert log.count("(of a loader that is closed on this rank)") == 2
+    assert failed["order"] == {"val": own, "train": 2}
+    assert other["order"]["train"] == 2
+    assert other["order"]["val"].startswith(told + own)
+    assert failed["again"]["made"].startswith("ConfigError: audit_dir=")
+    assert other["again"]["made"].startswith(told + "ConfigError: audit_dir=")
+    assert failed["again"]["again"] == own
+    assert other["again"]["again"].startswith(told + own)  # though it was made after the other had failed
+    assert failed["again"]["last"] == other["again"]["last"] == 5
+
+
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """This process as rank 0 of a group of two, whose other rank the test plays through the store that it gets."""
@@ -85,10 +149,11 @@ def open_loader(source: Path, **options: Any) -> DistributedDataLoader[Any]:
     return DistributedDataLoader(source, batch_size=1, cache_dir=source.parent / "cache", **options)
 
 
-def tell(store: Any, incident: int, message: str) -> None:
-    """What rank 1 tells."""
+def tell(store: Any, incident: int, message: str, loader: DistributedDataLoader[Any] | None = None) -> None:
+    """What rank 1 tells, of one loader or of all."""
     cause = {"rank": 1, "kind": "ChecksumError", "message": message, "shard": "a.tar", "offset": 7}
-    store.set(f"penstock/stop/{incident}/cause", json.dumps(cause))
+    names = [] if loader is None else loader._resources.names[:1]
+    store.set(f"penstock/stop/{incident}/cause", json.dumps({**cause, "loader": names}))
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -166,6 +231,26 @@ def test_an_error_of_another_rank_is_raised_by_one_of_a_process_loaders(group, d
         with pytest.raises(RankStoppedError):
             next(iterators[0])
         assert next(iterators[1])["txt"]
+
+
+def test_of_two_loaders_that_one_which_failed_elsewhere_is_stopped_alone(group: Any, data: Path, caplog: Any) -> None:
+    with open_loader(data) as loader, open_loader(data) as other:
+        iterators = [iter(loader), iter(other)]
+        for iterator in iterators:
+            next(iterator)
+        tell(group, 1, "wrong bytes", other)
+        wait_until(lambda: other._resources.pipeline._out._interruption is not None)
+        assert loader._resources.pipeline._out._interruption is None
+        assert sum(1 for _ in iterators[0]) == 49
+        with pytest.raises(RankStoppedError, match="wrong bytes"):
+            next(iterators[1])
+        tell(group, 2, "again", other)
+        wait_until(lambda: bool(loader._resources.peers.pending))
+    with open_loader(data) as following:
+        tell(group, 3, "too late", other)
+        wait_until(lambda: "too late" in caplog.text)
+        assert "(of a loader that is closed on this rank)" in caplog.text
+        assert sum(1 for _ in following) == 50
 
 
 def test_an_own_error_is_told_with_its_sample_and_shard(group, data):

@@ -13,7 +13,7 @@ from row_functions import fail_on_sevens
 from streams_ranks import ThreadRanks
 
 from penstock import DistributedDataLoader
-from penstock.loader import BadChunkWarning, ConfigError, DatasetError, audit, open_manifest
+from penstock.loader import BadChunkWarning, ConfigError, DatasetError, StateMismatchError, audit, open_manifest
 
 OPTIONS: dict[str, Any] = {"on_error": "skip", "global_batch_size": 12, "with_ids": True, "max_errors": 60}
 WHOLE = set(range(TOTAL)) - DAMAGED
@@ -138,3 +138,107 @@ def test_a_transform_that_returns_none_still_needs_may_drop(images: str) -> None
         next(iter(loader))
     with pytest.raises(ConfigError, match="on_error='skip'"):
         DistributedDataLoader(images, cost="tokens", **OPTIONS)
+
+
+def stop_after(source: str, steps: int, **options: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    """The first global batches of a loader that stops at bad samples, which it does not decode; and its state."""
+    options = {"global_batch_size": 12, "with_ids": True, "decode": None, **options}
+    with DistributedDataLoader(source, **options) as loader:
+        batches = iter(loader)
+        return [sorted(ids_of([next(batches)])) for _ in range(steps)], loader.state_dict()
+
+
+def resume(source: str, state: dict[str, Any], world_size: int, **options: Any) -> list[list[int]]:
+    def steps(loader: DistributedDataLoader[Any]) -> list[list[int]]:
+        loader.load_state_dict(state)
+        return [ids_of([batch]) for batch in loader]
+
+    of_ranks = ThreadRanks(world_size, source, **{**OPTIONS, "last_batch": "partial", **options}).run(steps)
+    for each in of_ranks:
+        if isinstance(each, Exception):
+            raise each
+    return [sorted(itertools.chain(*parts)) for parts in zip(*of_ranks, strict=True)]
+
+
+ORDERS: list[dict[str, Any]] = [{"shuffle": False, "lanes": 1}, {}, {"lanes": 8, "window": 2}, {"piece": 4, "seed": 3}]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("steps", [1, 7])
+def test_skipping_can_begin_at_a_resume_inside_an_epoch(images: str, order: dict[str, Any], steps: int) -> None:
+    begun, state = stop_after(images, steps, **order)
+    rests = [resume(images, state, world_size, **order) for world_size in (1, 2, 3)]
+    assert rests[0] == rests[1] == rests[2]
+    rest = sorted(itertools.chain(*rests[0]))
+    assert rest == sorted(WHOLE - set(itertools.chain(*begun)))
+    if order.get("lanes") == 1:
+        assert list(itertools.chain(*rests[0])) == [i for i in range(12 * steps, TOTAL) if i in WHOLE]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("last_batch", ["drop", "partial"])
+def test_where_no_sample_is_bad_a_loader_that_begins_to_skip_goes_on_as_it_was(
+    images: str, order: dict[str, Any], last_batch: Any
+) -> None:
+    begun, state = stop_after(images, 5, **order)
+    with DistributedDataLoader(
+        images, global_batch_size=12, with_ids=True, decode=None, last_batch=last_batch, **order
+    ) as plain:
+        whole = [sorted(ids_of([batch])) for batch in plain]
+    assert begun + resume(images, state, 2, decode=None, last_batch=last_batch, **order) == whole
+
+
+def test_a_loader_that_began_to_skip_is_resumed_and_audited_as_any(images: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"audit_dir": tmp_path / "audit", "last_batch": "partial"}
+    begun, state = stop_after(images, 3, **options)
+
+    def go_on(loader: DistributedDataLoader[Any]) -> tuple[list[list[int]], dict[str, Any]]:
+        loader.load_state_dict(state)
+        assert loader.state_dict()["consumed"] == 36
+        batches = iter(loader)
+        return [ids_of([next(batches)]) for _ in range(4)], loader.state_dict()
+
+    (one, later), (two, _) = ThreadRanks(2, images, **OPTIONS, **options).run(go_on)
+    then = [sorted(parts[0] + parts[1]) for parts in zip(one, two, strict=True)]
+    rest = resume(images, later, 3, **options)
+    assert then + rest == resume(images, state, 1)
+    report = audit(tmp_path / "audit")
+    (account,) = report.epochs
+    delivered = set(itertools.chain(*begun, *then, *rest))
+    assert report.is_exact
+    assert (account.missing, account.duplicated, account.delivered) == (0, 0, len(delivered))
+    assert account.bad == len(DAMAGED - delivered)
+
+
+def test_other_drops_cannot_begin_inside_an_epoch_and_skipping_ends_with_it(images: str) -> None:
+    _, state = stop_after(images, 2)
+    with (
+        DistributedDataLoader(images, keep=lambda sample: True, **OPTIONS) as loader,
+        pytest.raises(StateMismatchError, match="on_error='skip' alone can begin here"),
+    ):
+        loader.load_state_dict(state)
+    with DistributedDataLoader(images, **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        next(iter(loader))
+        skipping = loader.state_dict()
+    with (
+        DistributedDataLoader(images, batch_size=12) as loader,
+        pytest.raises(StateMismatchError, match="on_error='skip' with max_errors=0 drops nothing from here on"),
+    ):
+        loader.load_state_dict(skipping)
+
+
+@pytest.mark.parametrize("none", [0, 0.0])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_a_limit_of_zero_tolerates_no_bad_sample(images: str, tmp_path: Path, on_error: Any, none: float) -> None:
+    options = {**OPTIONS, "on_error": on_error, "max_errors": none}
+    with (
+        DistributedDataLoader(images, **options) as loader,
+        pytest.raises(DatasetError, match=r"of epoch 0 (is|are) bad on this rank, more than max_errors=0"),
+    ):
+        list(loader)
+    write_images(tmp_path, set())
+    with DistributedDataLoader(tmp_path, last_batch="partial", **options) as loader:
+        assert sorted(ids_of(loader)) == list(range(TOTAL))
+    with DistributedDataLoader(images, batch_size=4, on_error="stop", max_errors=none) as loader:
+        assert loader.bad_samples == []
