@@ -295,7 +295,7 @@ class DistributedTrainer:
         step, state = found
         self.stopwatch.enter("loader state")
         self.load_state_dict(state)
-        self.schedule.tell_changes(state.get("schedule"), self._recorder.note)
+        self.schedule.tell_changes(state.get("schedule"), self._recorder.note, self._saver.groups_then)
         tell_scaling(self.config.precision, state["steps"]["scaler"], self._recorder.note)
         tell_seed(self.config.seed, state.get("random"), self._recorder.note)
         self._recorder.record("resume", {"world_size": self.world.world_size})

@@ -84,6 +84,11 @@ class Saver:
                 self.close()
                 raise
 
+    @property
+    def groups_then(self) -> tuple[tuple[int, ...], ...] | None:
+        """For each group of the optimizer, those of the checkpoint loaded last that have its parameters."""
+        return None if self.checkpointer is None else self.checkpointer.groups_then
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """All ranks have one model within this: what is evaluated is what is saved, and training goes on as without.
