@@ -51,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PenstockError as exc:
         _report(exc, is_alike=is_alike or getattr(exc, "is_on_all_ranks", False))
         return EXIT_STALLED if isinstance(exc, StallError) else 2
+    except SystemExit as exc:
+        if exc.code:
+            leave_to_launcher("a flag of the command line is refused; rank 0 has printed which")
+        raise
     finally:
         close_world()  # after the handler, when the error no longer references frames that use the group
 
