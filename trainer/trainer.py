@@ -21,7 +21,7 @@ from .evaluation.evaluate import Evaluation
 from .evaluation.modes import begin_training
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory
-from .parallel.precision import tell_scaling
+from .parallel.precision import tell_device, tell_scaling
 from .parts import make_parts
 from .randomness import seed_step, tell_seed
 from .ranks.world import World, open_world
@@ -288,6 +288,7 @@ class DistributedTrainer:
 
     def _resume(self) -> None:
         self._feed.tell_limits(self._recorder.note)
+        tell_device(self.config.precision, self.world.device, self._recorder.note)
         found = self._saver.load_newest()
         self._saver.settle_weights(resumed=found is not None)
         if found is None:
