@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..storage.errors import PenstockError
 from ..storage.telling.outputs import replace_closed_outputs
@@ -22,7 +23,7 @@ from .recipes.parameter_groups import freeze_parameters
 from .recipes.recipe import Recipe, format_toml
 from .report.progress import Summary
 from .trainer import DistributedTrainer
-from .watch.last_words import tell
+from .watch.last_words import leave_to_launcher, tell
 from .watch.watchdog import EXIT_STALLED
 
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started again: a rank stalled or died, or only another node was asked to stop.
     """
     replace_closed_outputs()
+    is_alike = True  # what a command says is wrong on every rank, or on none
     try:
         with _may_be_cut_off():
             command = read_command(sys.argv[1:] if arguments is None else arguments)
@@ -41,16 +43,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if command.dry_run:
                 print(format_toml(recipe.describe()).strip())
                 return 0
+        is_alike = False
         world = open_world(device=recipe.trainer.device)
         prepare_data(recipe, world)
         summary = train_recipe(recipe, world)
         return EXIT_STALLED if summary.stopped_by_others else 0
     except PenstockError as exc:
-        rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-        tell(f"penstock.trainer{rank}: {type(exc).__name__}: {exc}\n")
+        _report(exc, is_alike=is_alike or getattr(exc, "is_on_all_ranks", False))
         return EXIT_STALLED if isinstance(exc, StallError) else 2
+    except SystemExit as exc:
+        if exc.code:
+            leave_to_launcher("a flag of the command line is refused; rank 0 has printed which")
+        raise
     finally:
         close_world()  # after the handler, when the error no longer references frames that use the group
+
+
+def _report(error: PenstockError, *, is_alike: bool) -> None:
+    """Print an error, one that is alike on all ranks once on each node; torchrun's summary has that of each rank."""
+    text = f"{type(error).__name__}: {error}"
+    is_left = leave_to_launcher(text)
+    if is_alike and is_left and os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+    tell(f"penstock.trainer{rank}: {text}\n")
 
 
 @contextmanager
@@ -132,4 +148,4 @@ def _opened(source: Any) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record(main)())  # other errors, too, are in torchrun's summary

@@ -8,6 +8,9 @@ from ..storage.errors import PenstockError
 class TrainerError(PenstockError):
     """Base of every error that the trainer raises on purpose."""
 
+    is_on_all_ranks = False
+    """Whether all ranks raise it at the same step, so that none needs to hear of it from another."""
+
 
 class TrainerConfigError(TrainerError, ValueError):
     """An option, or a pair of options, cannot work; the message names the key, its value and what would work."""
@@ -48,9 +51,13 @@ class StallError(TrainerError):
 class NonFiniteLossError(TrainerError):
     """The loss became NaN or infinite; the message names the step, the rank and the samples if they are known."""
 
+    is_on_all_ranks = True
+
 
 class LossSpikeError(TrainerError):
     """The loss spiked, and training cannot be rewound, or was rewound too often; the message names step and limit."""
+
+    is_on_all_ranks = True
 
 
 class WorldError(TrainerError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +14,18 @@ import torch
 
 Purpose = Literal["step", "fetch", "evaluation"]
 _PURPOSES: dict[Purpose, tuple[int, ...]] = {"step": (), "fetch": (1,), "evaluation": (2,)}
+
+Generator = (
+    np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random | torch.Generator | ModuleType
+)
+"""What numbers are drawn from; the modules ``numpy.random`` and ``random`` are their global generators."""
+
+_KINDS = (
+    *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
+    *(random.Random, torch.Generator),
+)
+_MOST_ITEMS = 100  # a longer list or dict holds data
+_MT19937_BYTES = 2500  # 624 words, and the position in them
 
 
 def seed_all(seed: int) -> None:
@@ -38,3 +53,94 @@ def tell_seed(seed: int, saved: Mapping[str, Any] | None, tell: Callable[[str], 
     """Tell of a seed that a checkpoint's run had otherwise."""
     if saved and saved.get("seed", seed) != seed:
         tell(f"seed={seed}, where the checkpoint had {saved['seed']}")
+
+
+class GeneratorStates:
+    """Where NumPy's and Python's global generators stand, and those that are ``held``: for code that runs again.
+
+    Torch's global ones are not among them.
+    """
+
+    def __init__(self, held: Iterable[Generator] = ()) -> None:
+        self._global: list[tuple[Generator, Any]] = [(np.random, _NUMPY.read()), (random, random.getstate())]
+        self._held = [(one, _read(one)) for one in {id(one): one for one in held}.values()]
+
+    def forget_unused(self) -> None:
+        """Forget the global ones that were not drawn from since: most code draws from neither."""
+        now = (_NUMPY.read(), random.getstate())
+        used = (now[0] is not self._global[0][1], now[1] != self._global[1][1])
+        self._global = [one for one, is_used in zip(self._global, used, strict=True) if is_used]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within this, draws are those that followed the moment; after it, generators stand where they stood."""
+        kept = [*self._global, *self._held]
+        before = [(one, _read(one)) for one, _ in kept]
+        try:
+            for one, state in kept:
+                _write(one, state)
+            yield
+        finally:
+            for one, state in before:
+                _write(one, state)
+
+
+def find_generators(values: Iterable[object]) -> Iterator[Generator]:
+    """The generators among ``values``, and in lists, tuples and dicts of them."""
+    for value in values:
+        if isinstance(value, _KINDS):
+            yield value
+        elif isinstance(value, list | tuple | dict) and len(value) <= _MOST_ITEMS:
+            items = value.values() if isinstance(value, dict) else value
+            yield from (one for one in items if isinstance(one, _KINDS))
+
+
+class _NumpyGlobal:
+    """Reads the state of NumPy's global generator, which takes 50 us, again only where it may have changed.
+
+    The same object twice means that nothing was drawn in between.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[bytes, Mapping[str, Any]] | None = None
+
+    def read(self) -> Mapping[str, Any]:
+        bits = _read_bits()
+        # A second normal number is kept beside the bits, and its use does not change these.
+        if bits is None or self._known is None or self._known[0] != bits or self._known[1]["has_gauss"]:
+            self._known = (bits or b"", np.random.get_state(legacy=False))
+        return self._known[1]
+
+
+_NUMPY = _NumpyGlobal()
+
+
+def _read_bits() -> bytes | None:
+    """The memory of NumPy's global bit generator, or None where it was exchanged for one of another kind."""
+    bits = np.random.get_bit_generator()
+    if type(bits) is not np.random.MT19937:
+        return None
+    return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+
+
+def _read(one: Generator) -> Any:
+    if isinstance(one, np.random.Generator):
+        return one.bit_generator.state
+    if isinstance(one, np.random.BitGenerator):
+        return one.state
+    if isinstance(one, torch.Generator):
+        return one.get_state()
+    if isinstance(one, np.random.RandomState) or one is np.random:
+        return one.get_state(legacy=False)
+    return one.getstate()
+
+
+def _write(one: Generator, state: Any) -> None:
+    if isinstance(one, np.random.Generator):
+        one.bit_generator.state = state
+    elif isinstance(one, np.random.BitGenerator):
+        one.state = state
+    elif isinstance(one, torch.Generator | np.random.RandomState) or one is np.random:
+        one.set_state(state)
+    else:
+        one.setstate(state)

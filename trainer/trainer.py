@@ -21,7 +21,7 @@ from .evaluation.evaluate import Evaluation, find_other_classes
 from .evaluation.modes import begin_training
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory
-from .parallel.precision import tell_scaling
+from .parallel.precision import tell_device, tell_scaling
 from .parts import make_parts
 from .randomness import seed_step, tell_seed
 from .ranks.world import World, open_world
@@ -292,6 +292,7 @@ class DistributedTrainer:
 
     def _resume(self) -> None:
         self._feed.tell_limits(self._recorder.note)
+        tell_device(self.config.precision, self.world.device, self._recorder.note)
         found = self._saver.load_newest()
         self._saver.settle_weights(resumed=found is not None)
         if found is None:
@@ -299,7 +300,7 @@ class DistributedTrainer:
         step, state = found
         self.stopwatch.enter("loader state")
         self.load_state_dict(state)
-        self.schedule.tell_changes(state.get("schedule"), self._recorder.note)
+        self.schedule.tell_changes(state.get("schedule"), self._recorder.note, self._saver.groups_then)
         tell_scaling(self.config.precision, state["steps"]["scaler"], self._recorder.note)
         tell_seed(self.config.seed, state.get("random"), self._recorder.note)
         self._recorder.record("resume", {"world_size": self.world.world_size})

@@ -34,6 +34,7 @@ from .retention import Retention
 from .settings import Settings
 from .shared_folder import SharedFolder
 from .state import (
+    Restored,
     estimate_bytes,
     find_needs,
     gather_state,
@@ -66,6 +67,7 @@ class Checkpointer:
         self._retention = Retention.of(config, metric)
         self.passed_over: dict[int, str] = {}
         self.changed_settings: list[str] = []
+        self.groups_then: tuple[tuple[int, ...], ...] = ()
         if config.keep_best and config.best is None:
             raise TrainerConfigError(
                 f"checkpoint.keep_best={config.keep_best} does not know which end of the metric is good; say "
@@ -173,7 +175,8 @@ class Checkpointer:
         With ``at_most`` those of later steps are left out.
         Damaged ones are passed over, with a warning that names the file; ``passed_over`` keeps what was wrong by step.
         Settings that the optimizer is ``given`` otherwise than then stay; ``changed_settings`` says which they are, and
-        which weights and buffers are of other formats than then.
+        what else is otherwise than then; ``groups_then`` has the groups of the checkpoint that each group has its
+        parameters from.
         ``averages`` are those that ``load_averages`` will ask for.
 
         Raises:
@@ -310,10 +313,11 @@ class Checkpointer:
         what = f"{folder} cannot be loaded"
 
         @self._alone()
-        def restore() -> list[str]:
+        def restore() -> Restored:
             return restore_state(folder, model, optimizer, given)
 
-        self.changed_settings = self._control.gather(what, restore)[0]
+        restored = self._control.gather(what, restore)[0]
+        self.changed_settings, self.groups_then = restored.notes, restored.groups
         return self._control.decide(what, lambda: json.loads((folder / EXTRA_NAME).read_bytes()))
 
     @contextmanager

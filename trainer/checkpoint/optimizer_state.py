@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from ..parallel.precision import local_part
 
 OPTIMIZER = "optimizer"
+_NAMED = 3
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -34,26 +34,41 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     return described
 
 
-def drop_unsaved(optimizer_state: dict[str, Any], saved: Mapping[str, object]) -> dict[str, Any]:
-    """Remove, zero and return the state of parameters that the checkpoint lacks because they had no gradient yet."""
+def drop_unsaved(optimizer_state: dict[str, Any], saved: Collection[str]) -> dict[str, Any]:
+    """Remove, zero and return the state of parameters that had none when the checkpoint was saved.
+
+    They were frozen, or had no gradient yet. ``saved`` are those that had a state; without any, the optimizer is
+    another one, and nothing is removed.
+    """
     state = optimizer_state["state"]
-    known = {key.removeprefix(f"{OPTIMIZER}.state.").rpartition(".")[0] for key in saved if key.startswith(OPTIMIZER)}
-    if not known & set(state):
-        return {}
-    never_stepped = {parameter: state.pop(parameter) for parameter in list(state) if parameter not in known}
+    lacking = [parameter for parameter in state if parameter not in saved] if saved else []
+    never_stepped = {parameter: state.pop(parameter) for parameter in lacking}
     _zero_state(never_stepped)
     return never_stepped
 
 
-def drop_other_settings(groups: Sequence[dict[str, Any]], saved: Mapping[str, object]) -> None:
-    """Remove settings that the checkpoint lacks, or has as a tensor where this is none, or the other way."""
-    for number, group in enumerate(groups):
-        for name in [name for name in group if name != "params"]:
-            key = f"{OPTIMIZER}.param_groups.{number}.{name}"
-            is_tensor = isinstance(saved.get(key), TensorStorageMetadata)
-            is_nested = any(one.startswith(f"{key}.") for one in saved)
-            if not is_nested and (key not in saved or is_tensor != isinstance(group[name], Tensor)):
-                del group[name]
+def find_frozen(optimizer: Optimizer, optimizer_state: Mapping[str, Any], saved: Collection[str]) -> list[str]:
+    """The parameters whose state was ``saved`` and that are not trained any more."""
+    trained = {
+        name
+        for group, described in zip(optimizer.param_groups, optimizer_state["param_groups"], strict=True)
+        for parameter, name in zip(group["params"], described["params"], strict=True)
+        if parameter.requires_grad
+    }
+    return [name for name in saved if name not in trained]
+
+
+def describe_frozen(frozen: Sequence[str], never_stepped: Collection[str]) -> list[str]:
+    """Sentences on the parameters whose state is dropped, and on those whose state starts anew."""
+    notes = []
+    if frozen:
+        notes.append(f"the checkpoint's optimizer state is dropped for what is not trained now: {_some(frozen)}")
+    if never_stepped:
+        notes.append(
+            f"the checkpoint has no optimizer state for what had no gradient then: it starts anew for "
+            f"{_some(list(never_stepped))}"
+        )
+    return notes
 
 
 def load_optimizer(
@@ -132,3 +147,8 @@ def _zero_state(state: Mapping[str, Any]) -> None:
                 value.zero_()
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 values[name] = type(value)(0)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -24,7 +24,7 @@ def copy_settings(optimizer: Optimizer) -> Settings:
         {
             name: _copy(value)
             for name, value in group.items()
-            if name in optimizer.defaults or (name not in _PARAMETERS and _is_plain(value))
+            if name in optimizer.defaults or (name not in _PARAMETERS and is_plain(value))
         }
         for group in optimizer.param_groups
     ]
@@ -50,14 +50,18 @@ def unpack_settings(packed: bytes) -> Settings | None:
 
 
 def settle_settings(
-    optimizer: Optimizer, before: Settings, given: Settings | None = None, given_then: Settings | None = None
+    optimizer: Optimizer,
+    before: Settings,
+    given: Settings | None = None,
+    given_then: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[str]:
     """Decide whose settings stay once a checkpoint was read into the groups; returns what it had otherwise.
 
     Some optimizers keep state among their settings (Prodigy's ``d``, ScheduleFree's ``k``), so that one which this run
-    was ``given`` as the run that saved was ``given_then`` stays as the checkpoint has it, and one that is given anew
-    replaces it. Rates are those of ``before`` the reading: the schedule sets them. So are all ``defaults`` of the
-    optimizer, where it is not known what was given; what else the groups have is then the checkpoint's.
+    was ``given`` as the run that saved was ``given_then``, group by group, stays as the checkpoint has it, and one that
+    is given anew replaces it. Rates are those of ``before`` the reading: the schedule sets them. So are all
+    ``defaults`` of the optimizer, where it is not known what was given; what else the groups have is then the
+    checkpoint's.
     """
     changed = []
     for number, (group, old) in enumerate(zip(optimizer.param_groups, before, strict=True)):
@@ -68,27 +72,29 @@ def settle_settings(
                 if not is_known and name not in optimizer.defaults:
                     continue
                 value = _copy(now.get(name, value))
-                if is_known and _same(then[name], value):
+                if is_known and is_same(then[name], value):
                     continue
             saved, group[name] = group[name], value
-            if name != "lr" and not _same(saved, value):
+            if name != "lr" and not is_same(saved, value):
                 changed.append(f"optimizer group {number}: {name}={value!r}, where the checkpoint had {saved!r}")
     return changed
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else deepcopy(value)
-
-
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Return whether a value is a number, text, a tensor or nothing, or a list or tuple of such."""
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return value is None or isinstance(value, Tensor | int | float | str)
 
 
-def _same(one: object, other: object) -> bool:
+def is_same(one: object, other: object) -> bool:
+    """Return whether two values of a setting are equal; tensors by shape and elements."""
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool((one.cpu() == other.cpu()).all())
     return bool(one == other)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else deepcopy(value)

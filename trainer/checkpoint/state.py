@@ -7,6 +7,7 @@ one zero stage and world size loads at any other. Reading is not a collective: e
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from torch.optim import Optimizer
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
 from .formats import describe_conversions, is_other_kind
-from .optimizer_state import OPTIMIZER, describe_optimizer, drop_other_settings, drop_unsaved, load_optimizer
+from .groups import collect_groups, describe_differing, describe_saved_groups, find_group
+from .optimizer_state import (
+    OPTIMIZER,
+    describe_frozen,
+    describe_optimizer,
+    drop_unsaved,
+    find_frozen,
+    load_optimizer,
+)
 from .readable import (
     expect_extra_state,
     pack_extra_state,
@@ -67,33 +76,46 @@ def gather_state(
     }
 
 
-def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: Settings | None = None) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What people should know of a restored state, in sentences, and which groups of it each group was made of."""
+
+    notes: list[str]
+    groups: tuple[tuple[int, ...], ...]
+
+
+def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: Settings | None = None) -> Restored:
     """Read a checkpoint into model and optimizer, whatever its sharding.
 
     Of the optimizer's settings (its ``defaults``: weight decay, betas, ...) those ``given`` otherwise than in the run
-    that saved stay, so that a run can be resumed with others; the rate stays, which the schedule sets. Returns one
-    sentence for each that the checkpoint had otherwise, except for the rate, and for formats in which it had the model.
+    that saved stay, so that a run can be resumed with others; the rate stays, which the schedule sets. Groups are found
+    by their parameters. The notes have one sentence for each setting that the checkpoint had otherwise, except for the
+    rate, for formats in which it had the model, and for what was trained then and is frozen now, or the other way.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
     """
     metadata = open_reader(folder).read_metadata()
-    model_state, optimizer_state, never_stepped = _describe_wanted(folder, model, optimizer, metadata)
-    converted = describe_conversions(model_state, f"{MODEL}.", metadata)
-    groups = [list(group["params"]) for group in optimizer_state["param_groups"]]
-    before = copy_settings(optimizer)  # now: tensors of the groups are filled
-    wanted = {MODEL: model_state, OPTIMIZER: optimizer_state, **_settings_wanted(metadata)}
-    read_state(folder, wanted, metadata)
-    if {frozenset(group["params"]) for group in optimizer_state["param_groups"]} != set(map(frozenset, groups)):
-        for group, names in zip(optimizer_state["param_groups"], groups, strict=True):
-            group["params"] = names  # torch looks for each group by its parameters, and these are grouped otherwise now
+    found = _describe_wanted(folder, model, optimizer, metadata)
+    model_state, described = found.wanted[MODEL], found.optimizer_state
+    notes = describe_conversions(model_state, f"{MODEL}.", metadata)
+    before = copy_settings(optimizer)
+    read_state(folder, found.wanted, metadata)
+    packed = found.wanted.get(SETTINGS)
+    given_then = None if packed is None else unpack_settings(packed)
+    saved_groups = collect_groups(found.wanted[OPTIMIZER]["param_groups"], metadata)
+    groups = [find_group(group, saved_groups, given_then) for group in described["param_groups"]]
+    names = [list(group["params"]) for group in described["param_groups"]]
+    described["param_groups"] = [{**group.settings, "params": own} for group, own in zip(groups, names, strict=True)]
     unpack_extra_state(model_state)
     set_model_state_dict(model, model_state)
-    load_optimizer(model, optimizer, optimizer_state, groups, never_stepped)
+    load_optimizer(model, optimizer, described, names, found.never_stepped)
     if UNSTEPPED in metadata.state_dict_metadata:
         optimizer.state.clear()
-    given_then = unpack_settings(wanted[SETTINGS]) if SETTINGS in wanted else None
-    return converted + settle_settings(optimizer, before, given, given_then)
+    notes += describe_frozen(found.frozen, found.never_stepped)
+    notes += settle_settings(optimizer, before, given, None if given_then is None else [one.given for one in groups])
+    notes += describe_differing(groups, optimizer)
+    return Restored(notes=notes, groups=tuple(group.numbers for group in groups))
 
 
 def find_needs(
@@ -112,8 +134,7 @@ def find_needs(
         CheckpointMismatchError: the checkpoint is of another model or optimizer.
     """
     metadata = open_reader(folder).read_metadata()
-    model_state, optimizer_state, _ = _describe_wanted(folder, model, optimizer, metadata)
-    wanted = {MODEL: model_state, OPTIMIZER: optimizer_state, **_settings_wanted(metadata)}
+    wanted = _describe_wanted(folder, model, optimizer, metadata).wanted
     found = {name: one for name, one in (averages or {}).items() if f"{EMA}.{name}" in metadata.state_dict_metadata}
     plan = _plan_reading(open_reader(folder), wanted | ({EMA: found} if found else {}), metadata)[0]
     needs = _ranges_of(metadata, [item.storage_index for item in plan.items])
@@ -143,28 +164,48 @@ def _ranges_of(metadata: Metadata, indices: Sequence[MetadataIndex]) -> dict[str
     return ranges
 
 
-def _describe_wanted(
-    folder: Path, model: nn.Module, optimizer: Optimizer, metadata: Metadata
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The states of model and optimizer that a checkpoint can be read into, and that of parameters it lacks."""
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What a checkpoint is read into, of an optimizer that is described by ``optimizer_state``.
+
+    ``never_stepped`` is the state of parameters that the checkpoint has none of, ``frozen`` are those of which it alone
+    has one, because they are not trained any more.
+    """
+
+    wanted: dict[str, Any]
+    optimizer_state: dict[str, Any]
+    never_stepped: dict[str, Any]
+    frozen: list[str]
+
+
+def _describe_wanted(folder: Path, model: nn.Module, optimizer: Optimizer, metadata: Metadata) -> _Wanted:
     saved = metadata.state_dict_metadata
     model_state = dict(get_model_state_dict(model))
     expect_extra_state(model_state, {key: saved.get(f"{MODEL}.{key}") for key in model_state})
     optimizer_state = describe_optimizer(model, optimizer)
-    never_stepped = drop_unsaved(optimizer_state, saved)
-    wanted = {f"{MODEL}.{key}": value for key, value in model_state.items()}
-    _refuse_other(folder, MODEL, wanted, metadata)
-    for parameter, tensors in optimizer_state["state"].items():
-        wanted.update({f"{OPTIMIZER}.state.{parameter}.{name}": value for name, value in tensors.items()})
-    _refuse_other(folder, OPTIMIZER, {key: wanted[key] for key in wanted if key.startswith(OPTIMIZER)}, metadata)
-    _refuse_other_groups(folder, optimizer_state["param_groups"], saved)
-    drop_other_settings(optimizer_state["param_groups"], saved)
-    return model_state, optimizer_state, never_stepped
-
-
-def _settings_wanted(metadata: Metadata) -> dict[str, Any]:
-    """What the settings are read into; checkpoints of before have none."""
-    return {SETTINGS: b""} if SETTINGS in metadata.state_dict_metadata else {}
+    paths = metadata.planner_data or {}
+    stepped = dict.fromkeys(path[2] for path in paths.values() if path[:2] == (OPTIMIZER, "state"))
+    never_stepped = drop_unsaved(optimizer_state, stepped)
+    frozen = find_frozen(optimizer, optimizer_state, stepped)
+    _refuse_other(folder, MODEL, {f"{MODEL}.{key}": value for key, value in model_state.items()}, metadata)
+    state = {
+        f"{OPTIMIZER}.state.{parameter}.{name}": value
+        for parameter, tensors in optimizer_state["state"].items()
+        for name, value in tensors.items()
+    }
+    _refuse_other(folder, OPTIMIZER, state, metadata, but_of=frozen)
+    settings = {name for group in optimizer_state["param_groups"] for name in group}
+    groups = describe_saved_groups(metadata, settings)
+    return _Wanted(
+        wanted={
+            MODEL: model_state,
+            OPTIMIZER: {"state": optimizer_state["state"], "param_groups": groups},
+            **({SETTINGS: b""} if SETTINGS in saved else {}),  # checkpoints of before have none
+        },
+        optimizer_state=optimizer_state,
+        never_stepped=never_stepped,
+        frozen=frozen,
+    )
 
 
 def restore_averages(folder: Path, averages: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -250,19 +291,16 @@ def allocate(metadata: Metadata, key: str) -> Tensor:
     return torch.empty(kind.size, dtype=kind.properties.dtype)
 
 
-def _refuse_other_groups(folder: Path, groups: list[dict[str, Any]], saved: Mapping[str, object]) -> None:
-    prefix = f"{OPTIMIZER}.param_groups."
-    there = {key.removeprefix(prefix).split(".")[0] for key in saved if key.startswith(prefix)}
-    if len(there) != len(groups):
-        raise CheckpointMismatchError(
-            f"{folder} is of an optimizer with {len(there)} parameter group{'s' * (len(there) != 1)}, and this one has "
-            f"{len(groups)}; build the groups that were saved, or give another checkpoint folder"
-        )
-
-
-def _refuse_other(folder: Path, part: str, wanted: Mapping[str, Any], metadata: Metadata) -> None:
+def _refuse_other(
+    folder: Path, part: str, wanted: Mapping[str, Any], metadata: Metadata, but_of: Collection[str] = ()
+) -> None:
     prefix = f"{part}.state." if part == OPTIMIZER else f"{part}."
-    saved = {key: kind for key, kind in metadata.state_dict_metadata.items() if key.startswith(prefix)}
+    left_out = {key for key, path in (metadata.planner_data or {}).items() if len(path) > 2 and path[2] in but_of}
+    saved = {
+        key: kind
+        for key, kind in metadata.state_dict_metadata.items()
+        if key.startswith(prefix) and key not in left_out
+    }
     differences = []
     for key in sorted({*saved, *wanted}):
         name = key.removeprefix(prefix)

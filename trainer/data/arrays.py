@@ -81,6 +81,12 @@ class ArrayLoader:
         whole, rest = divmod(self._rows, self.global_batch_size)
         return whole + (rest > 0 and self._last_batch != "drop")
 
+    @property
+    def steps_left(self) -> int:
+        """Batches from here to the epoch's end."""
+        whole, rest = divmod(self._rows - self._consumed, self.global_batch_size)
+        return whole + (rest > 0 and self._last_batch != "drop")
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         if not self._is_loaded:
             self._epoch, self._consumed = self._epoch + (not self._has_more), 0

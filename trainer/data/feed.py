@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -113,15 +114,15 @@ class Feed:
     def skip(self, steps: int, epoch: int, draws: Callable[[], None] = lambda: None) -> int:
         """Go on after the batches of that many more steps; returns how many epochs ended among them.
 
-        A loader that has ``skip_batches`` and an ``epoch`` does not read them. Of others, and of penstock's where it
-        ``drops_samples``, they are drawn, which ``draws`` is told before each step; a collective where ``take`` is one.
+        A step has fewer batches at an epoch's end. A loader that has ``skip_batches`` and an ``epoch`` does not read
+        them. Of others, of penstock's where it ``drops_samples``, and where ranks may end apart, they are drawn, which
+        ``draws`` is told before each step; a collective where ``take`` is one.
         """
         if not steps:
             return 0
-        is_counted = not getattr(self.loader, "drops_samples", False)
-        if is_counted and self._epoch is not None and callable(getattr(self.loader, "skip_batches", None)):
+        if self._epoch is not None and self._skips_unread():
             before = self._epoch
-            self.loader.skip_batches(steps * self._accumulate)  # type: ignore[attr-defined]
+            self._skip_unread(steps)
             self._batches, self._taken, self._epoch = None, None, int(self.loader.epoch)  # type: ignore[attr-defined]
             return self._epoch - before
         ended = 0
@@ -132,6 +133,54 @@ class Feed:
             else:
                 ended += 1
         return ended
+
+    def _skips_unread(self) -> bool:
+        loader = self.loader
+        if getattr(loader, "drops_samples", False) or not callable(getattr(loader, "skip_batches", None)):
+            return False
+        return not self.ends_apart or self._world.world_size == 1 or hasattr(type(loader), "steps_left")
+
+    def _skip_unread(self, steps: int) -> None:
+        loader: Any = self.loader
+        taken = self._taken
+        while steps:
+            left = self._batches_left(taken) if self._accumulate > 1 else math.inf
+            if left is None:
+                self._skip_one_by_one()
+                steps -= 1
+                continue
+            most = min(steps, math.ceil(left / self._accumulate) if math.isfinite(left) else steps)
+            loader.skip_batches(int(min(most * self._accumulate, left)))
+            steps, taken = steps - most, 0 if most * self._accumulate >= left else None
+
+    def _skip_one_by_one(self) -> None:
+        """Skip one step, as far as its epoch goes, of a loader that does not say how far that is."""
+        loader: Any = self.loader
+        loader.skip_batches(0)  # then its epoch is that of the next batch, also at an end
+        epoch = loader.epoch
+        for _ in range(self._accumulate):
+            loader.skip_batches(1)
+            if loader.epoch != epoch:
+                return
+
+    def _batches_left(self, taken: int | None) -> float | None:
+        """Batches up to the epoch's end, or in the next one where none is left; of an endless one infinity.
+
+        None where the loader does not say. ``taken`` are those that were taken of the epoch, where that is known.
+        """
+        loader: Any = self.loader
+        try:
+            if hasattr(type(loader), "steps_left"):
+                if not loader.steps_left:
+                    loader.skip_batches(0)  # to the next epoch's beginning, which may have another number of batches
+                return int(loader.steps_left)
+        except TypeError:
+            return math.inf
+        try:
+            whole = len(loader)
+        except TypeError:
+            return None
+        return None if taken is None else whole - taken if taken < whole else whole
 
     def tell_limits(self, note: Callable[[str], None]) -> None:
         """Note what cannot be promised of a loader without a state."""

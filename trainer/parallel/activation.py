@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -14,9 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import TrainerConfigError
 from ..options import check_range
+from ..randomness import Generator, GeneratorStates, find_generators
 from ..ranks.world import World
 from .blocks import find_blocks
 from .model import ParallelConfig
+
+Named = Sequence[tuple[Mapping[str, Any], str]]
+"""Globals of functions: the dict that holds one, and its name there."""
+
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +99,15 @@ def compile_model(
     arguments: dict[str, Any] = {"backend": config.backend}
     if config.cuda_graphs:
         arguments["mode"] = "reduce-overhead"
-    recomputed = _find_recomputed(model, activation)
-    for module in find_blocks(model, parallel.blocks, "parallel.blocks") or [model]:
-        if any(module is one for one in recomputed):
-            # torch.compile sees nothing inside of a checkpoint, so the checkpoint goes around what is compiled.
-            module.forward = torch.compile(module.forward, **arguments)
-        else:
+    compiled = find_blocks(model, parallel.blocks, "parallel.blocks") or [model]
+    recomputed = {id(block): block for block in _find_recomputed(model, activation)}
+    for module in compiled:
+        if id(module) not in recomputed:
             module.compile(**arguments)
+    # A checkpoint goes around what is compiled, and compiled code that comes to one leaves it to Python.
+    inside = {id(one) for module in compiled for one in module.modules()}
+    for block in (block for number, block in recomputed.items() if number in inside):
+        block.forward = torch.compile(block.forward, **arguments)
 
 
 def _find_recomputed(model: nn.Module, config: ActivationConfig) -> list[nn.Module]:
@@ -130,53 +140,96 @@ def _refuse_graphs(parallel: ParallelConfig, world: World, activation: Activatio
 
 
 def _recomputed(block: nn.Module) -> Callable[..., Any]:
-    forward, contexts = block.forward, partial(_keep_buffers, block)
+    forward, contexts = block.forward, partial(_keep_state, block, _named_globals(block))
 
     def run(*inputs: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():  # which takes contexts of another kind alone
-            return checkpoint(forward, *inputs, use_reentrant=False, **named)
         return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
 
-    return run
+    return torch._dynamo.disable(run)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _keep_buffers(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of forward and of its recomputation, which sees the buffers as forward did and changes none.
+class _Before:
+    """What a block's forward began with: buffers that it changes, and where generators stood that it draws from."""
 
-    Else a batch norm would count each batch twice. Only buffers that forward changes are kept, until backward.
+    def __init__(self) -> None:
+        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self.generators: GeneratorStates | None = None
+
+
+def _keep_state(block: nn.Module, named: Named) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of forward and of its recomputation, which sees and draws what forward did, and changes nothing.
+
+    Else a batch norm would count each batch twice, and masks would be others in backward. Torch's own generators are
+    torch's matter. Only what forward changes is kept, until backward.
     """
-    before: list[tuple[nn.Module, str, Tensor]] = []
-    return _forward(block, before), _again(before)
+    before = _Before()
+    return _forward(block, named, before), _again(before)
 
 
 @contextmanager
-def _forward(block: nn.Module, before: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+def _forward(block: nn.Module, named: Named, before: _Before) -> Iterator[None]:
     if not torch.is_grad_enabled():
         yield
         return
+    modules = list(block.modules())
     held = [
         (module, name, buffer, buffer._version, buffer.detach().clone())
-        for module in block.modules()
+        for module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    generators = GeneratorStates(_held_generators(modules, named))
     yield
+    generators.forget_unused()
+    before.generators = generators
     for module, name, buffer, version, copy in held:
         # Norms write to their statistics without a new version of them.
         writes = module.training and isinstance(module, nn.modules.batchnorm._NormBase)
         if writes or module._buffers.get(name) is not buffer or buffer._version != version:
-            before.append((module, name, copy))
+            before.buffers.append((module, name, copy))
 
 
 @contextmanager
-def _again(before: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+def _again(before: _Before) -> Iterator[None]:
     # Exchanged rather than written to: a backward may have saved the tensors themselves. Each copy is copied again
     # because a graph that is kept is recomputed again.
-    now = [(module, name, module._buffers[name]) for module, name, _ in before]
-    for module, name, copy in before:
+    now = [(module, name, module._buffers[name]) for module, name, _ in before.buffers]
+    for module, name, copy in before.buffers:
         module._buffers[name] = copy.clone()
     try:
-        yield
+        with nullcontext() if before.generators is None else before.generators.again():
+            yield
     finally:
         for module, name, buffer in now:
             module._buffers[name] = buffer
+
+
+def _held_generators(modules: Iterable[nn.Module], named: Named) -> list[Generator]:
+    """Generators that are attributes of ``modules``, and the globals that are ``named``."""
+    own = (
+        value
+        for module in modules
+        if not _is_torchs(type(module))
+        for name, value in vars(module).items()
+        if name not in _OWN_ATTRIBUTES
+    )
+    return list(find_generators(chain(own, (held.get(name) for held, name in named))))
+
+
+def _named_globals(block: nn.Module) -> Named:
+    """The globals, as a dict and a name, that methods of the block's modules name, and what those enclose."""
+    kinds = {kind for module in block.modules() for kind in type(module).__mro__}
+    found: list[tuple[Mapping[str, Any], str]] = []
+    for kind in kinds:
+        if _is_torchs(kind):
+            continue
+        for function in vars(kind).values():
+            if isinstance(function, FunctionType):
+                found += [(function.__globals__, name) for name in function.__code__.co_names]
+                enclosed = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+                found += [({name: cell.cell_contents}, name) for name, cell in enclosed if cell != CellType()]
+    return [(held, name) for held, name in found if name in held]
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")

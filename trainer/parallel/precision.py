@@ -183,6 +183,15 @@ def tell_scaling(config: PrecisionConfig, saved: Mapping[str, Any] | None, tell:
             tell(f"precision.{key}={getattr(config, key)!r}, where the checkpoint had {saved.get(key)!r}")
 
 
+def tell_device(config: PrecisionConfig, device: torch.device, tell: Callable[[str], None]) -> None:
+    """Tell of a format that the device has no use for."""
+    if config.dtype == "bf16" and device.type == "cpu":
+        tell(
+            "precision.dtype='bf16', the default, on a CPU: most CPUs compute it no faster than fp32, and it rounds to "
+            "3 digits; set precision.dtype='fp32' for runs on CPUs alone"
+        )
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard, or a sparse tensor's values, sharing the memory; any other tensor as it is."""
     if isinstance(tensor, DTensor):

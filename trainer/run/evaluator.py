@@ -16,6 +16,8 @@ from ..stopwatch import Stopwatch
 from .guard import Guard
 from .saver import Saver
 
+_FEW_EVALUATIONS, _SHORT_S, _MUCH = 3, 3.0, 0.25
+
 
 class Evaluator:
     """Evaluates one run. That an evaluation is due, and the metrics of the last one, are part of the run's progress."""
@@ -42,7 +44,8 @@ class Evaluator:
         self._recorder = recorder
         self._stopwatch = stopwatch
         self._gather_state = gather_state
-        self._told_of_none = False
+        self._told_of_none = self._told_of_share = False
+        self._evaluations = 0
 
     def evaluate(self) -> dict[str, float] | None:
         """The metrics over all evaluation data, or None without any or when a signal asks to stop; a collective.
@@ -74,7 +77,26 @@ class Evaluator:
                 )
             self._recorder.record("evaluate", found if self._saver.ema is None else {"weights": "ema", **found})
             self._saver.keep_best(found, self._progress, self._gather_state)
+            self._evaluations += 1
+            self._tell_share()
         return found
+
+    def _tell_share(self) -> None:
+        """Note once that evaluations take much of the run's time."""
+        seconds = self._stopwatch.seconds
+        whole_s = sum(seconds.values())
+        spent_s = seconds.get("evaluate", 0.0) + seconds.get("evaluation fetch", 0.0)
+        enough = self._evaluations >= _FEW_EVALUATIONS and spent_s > _SHORT_S
+        if self._told_of_share or not enough or spent_s < _MUCH * whole_s:
+            return
+        self._told_of_share = True
+        every = self._config.evaluate.every
+        now = "it is done after each epoch" if every is None else f"it is {every}"
+        self._recorder.note(
+            f"evaluation takes {spent_s / whole_s:.0%} of the time so far ({self._evaluations} evaluations of "
+            f"{spent_s / self._evaluations:.1f} s): evaluate less often with evaluate.every=STEPS ({now}), or on fewer "
+            "samples"
+        )
 
     def end_step(self, *, stopped: bool) -> bool:
         """Evaluate if that is due after this step; returns whether a signal asks to stop.

@@ -24,7 +24,7 @@ from ..parallel.model import ParallelModel
 from ..report.progress import Progress
 from ..report.recorder import Recorder
 from ..steps.alike import refuse_unlike_weights
-from ..steps.finite import refuse_weights
+from ..steps.finite import find_infinite_constants, refuse_weights
 from ..stopwatch import Stopwatch
 from ..weights.warm_start import load_weights
 from .unsaved import UnsavedBuffers
@@ -58,6 +58,7 @@ class Saver:
         self._given = copy_settings(optimizer)
         self._saved: tuple[int, Any, float | None] | None = None  # the last save's step, progress and metric
         self._unsaved = UnsavedBuffers(parallel.inner)
+        self._constants: frozenset[str] = frozenset()
         self.ema = None if config.ema.decay is None else WeightEma(parallel.inner, config.ema)
         self.averager: PeriodicAverager | None = None
         self.checkpointer: Checkpointer | None = None
@@ -84,6 +85,11 @@ class Saver:
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def groups_then(self) -> tuple[tuple[int, ...], ...] | None:
+        """For each group of the optimizer, those of the checkpoint loaded last that have its parameters."""
+        return None if self.checkpointer is None else self.checkpointer.groups_then
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -141,7 +147,7 @@ class Saver:
         with self.agreed():
             averages = None if self.ema is None else self.ema.named()
             try:
-                refuse_weights(self._parallel.inner, step, self._parallel.world, averages)
+                refuse_weights(self._parallel.inner, step, self._parallel.world, averages, self._constants)
             except NonFiniteLossError as exc:
                 if blocking or self._config.step.on_nan != "rewind":
                     raise
@@ -269,6 +275,8 @@ class Saver:
             materialiser.loaded(found.loaded)
             self._recorder.note(found.describe())
         materialiser.refuse()
+        if self.checkpointer is not None:
+            self._constants = find_infinite_constants(self._parallel.inner)
         if self.ema is not None and not resumed:
             self.ema.begin()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -55,9 +55,25 @@ def name_on_all_ranks(named: Iterable[tuple[str, Tensor]], world: World) -> str:
     return ", ".join(dict.fromkeys(name for names in everywhere for name in names))
 
 
-def refuse_weights(model: nn.Module, step: int, world: World, averages: Mapping[str, Tensor] | None = None) -> None:
-    """Raise a NonFiniteLossError, on every rank, where a weight or an average is not finite on any; a collective."""
-    named: list[tuple[str, Tensor]] = list(model.named_parameters())
+def find_infinite_constants(model: nn.Module) -> frozenset[str]:
+    """The names of frozen parameters with infinities, such as a mask of -inf, and no NaN, as this rank holds them."""
+    frozen = [(name, one) for name, one in model.named_parameters() if not (one.requires_grad or one.is_meta)]
+    infinite = name_not_finite(frozen, at_most=len(frozen))
+    return frozenset(name for name, one in frozen if name in infinite and not bool(_values(one).isnan().any()))
+
+
+def refuse_weights(
+    model: nn.Module,
+    step: int,
+    world: World,
+    averages: Mapping[str, Tensor] | None = None,
+    constants: Collection[str] = (),
+) -> None:
+    """Raise a NonFiniteLossError, on every rank, where a weight or an average is not finite on any; a collective.
+
+    ``constants`` are frozen parameters that had infinities on this rank from the beginning.
+    """
+    named: list[tuple[str, Tensor]] = list(_but(constants, model.named_parameters()))
     named += [(f"{name} (its average)", average) for name, average in (averages or {}).items()]
     bad = any_not_finite((parameter for _, parameter in named), world.device)
     if world.world_size > 1:
@@ -67,6 +83,10 @@ def refuse_weights(model: nn.Module, step: int, world: World, averages: Mapping[
             f"step {step}: the weights {name_on_all_ranks(named, world)} are not finite and are not saved; the "
             "checkpoints before this one stay. Lower the rate, or set step.clip_norm, and resume"
         )
+
+
+def _but(constants: Collection[str], named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, one) for name, one in named if one.requires_grad or name not in constants)
 
 
 class NonFinitePolicy:
@@ -116,7 +136,7 @@ class NonFinitePolicy:
 
     def refuse_late(self, step: int, weights: Iterable[tuple[str, Tensor]]) -> NoReturn:
         """Raise for the gradients of a step whose update is made; a collective."""
-        names = name_on_all_ranks(weights, self._world)
+        names = name_on_all_ranks([(name, one) for name, one in weights if one.requires_grad], self._world)
         what = f"the gradient of {names} was not" if names else "the norm of the gradients overflowed"
         raise NonFiniteLossError(
             f"step {step}: the loss was finite and {what}; the weights have taken it, which on CUDA is known one step "

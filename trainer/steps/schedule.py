@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -135,11 +135,29 @@ class Schedule:
         shape = {"shape": config.shape, "warmup_steps": config.warmup_steps, **ends, **length}
         return {"lr": list(self._base_rates), **shape, "batch_factor": self._batch_factor}
 
-    def tell_changes(self, saved: Mapping[str, Any] | None, tell: Callable[[str], None]) -> None:
-        """Tell of each value that ``describe`` had otherwise in a checkpoint; those of before have none."""
+    def tell_changes(
+        self,
+        saved: Mapping[str, Any] | None,
+        tell: Callable[[str], None],
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Tell of each value that ``describe`` had otherwise in a checkpoint; those of before have none.
+
+        ``groups`` are, for each group, those of the checkpoint with its parameters; without them the same ones.
+        """
         for name, value in self.describe().items():
-            if saved and name in saved and saved[name] != value:
-                tell(f"schedule: {name}={value!r}, where the checkpoint had {saved[name]!r}")
+            if saved and name in saved:
+                then = saved[name] if name != "lr" or groups is None else self._rates_of(groups, saved[name])
+                if then != value:
+                    tell(f"schedule: {name}={value!r}, where the checkpoint had {then!r}")
+
+    def _rates_of(self, groups: Sequence[Sequence[int]], saved: Sequence[float]) -> list[Any]:
+        """The rates that a checkpoint has of each group: several where it had several groups; of none, that of now."""
+        rates: list[Any] = []
+        for base, numbers in zip(self._base_rates, groups, strict=True):
+            there = list(dict.fromkeys(saved[number] for number in numbers)) or [base]
+            rates.append(there[0] if len(there) == 1 else there)
+        return rates
 
     def end(self) -> None:
         """Set the rates back to the base rates: another trainer may go on with the optimizer."""

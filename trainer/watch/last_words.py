@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +33,19 @@ def write_report(text: str, doing: str, folder: Path | None, rank: int) -> None:
             faulthandler.dump_traceback(file, all_threads=True)
     except OSError as exc:
         tell(f"the report could not be written to {path}: {exc}\n")
+
+
+def leave_to_launcher(text: str) -> bool:
+    """Write why this process ends where torchrun looks for it, for its summary; returns whether there is a torchrun."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    try:
+        Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
+    except OSError:
+        return False
+    return True
 
 
 def end_process(code: int) -> NoReturn:

@@ -26,7 +26,7 @@ from ..ranks.rendezvous import agree_on_start
 from ..ranks.world import World
 from .blame import is_of_a_collective
 from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, describe_lost_store, judge, silence_limit_s
-from .last_words import end_process, write_report
+from .last_words import end_process, leave_to_launcher, write_report
 
 Activity = Callable[[], Mapping[str, Any]]
 Advance = Callable[[], int]
@@ -171,7 +171,9 @@ class Watchdog:
         Raises:
             StallError: the error came from a collective because another rank had stalled, failed or died.
         """
-        if error is not None and not isinstance(error, (StallError, CheckpointTakenError)):
+        if error is not None and not (
+            isinstance(error, (StallError, CheckpointTakenError)) or getattr(error, "is_on_all_ranks", False)
+        ):
             self.fail(error)
         broken_off = self._beat.state is State.BROKEN_OFF
         if broken_off:
@@ -318,6 +320,7 @@ class Watchdog:
         """Report, let the main thread stop by itself if it can, and otherwise end the process."""
         self._report(verdict)
         if not self._stopping.wait(_GRACE * self.stall_timeout_s):
+            leave_to_launcher(f"StallError: {verdict}")
             end_process(EXIT_STALLED)
 
     def _report(self, verdict: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from ..options import check_choice
 from ..parallel.precision import local_part
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
-from ..steps.finite import any_not_finite, name_on_all_ranks
+from ..steps.finite import any_not_finite, find_infinite_constants, name_on_all_ranks
 from .names import Allowed, Assignment, TensorFacts, assign, check_rules
 from .run_folder import Weights
 from .sources import WeightSource, open_source
@@ -100,13 +100,14 @@ def load_weights(
         if any(damage):
             found = "; ".join(dict.fromkeys(one for share in damage for one in share))
             raise CheckpointError(f"{what}: {source.name} is damaged: {found}; choose another step")
+        constants = find_infinite_constants(model)
         assignment = control.gather(what, lambda: _load(model, source, config))[world.rank]
         name = source.name
     finally:
         for one in opened:
             one.close()
         control.close()
-    _refuse_not_finite(what, model, world)
+    _refuse_not_finite(what, model, world, constants)
     ties = [group for group in list_ties(model) if group & assignment.sources.keys()]
     return WarmStart(
         source=name,
@@ -169,8 +170,9 @@ def _refuse_different(what: str, prints: list[str]) -> None:
         )
 
 
-def _refuse_not_finite(what: str, model: nn.Module, world: World) -> None:
-    named = list(model.named_parameters())  # a buffer may be a mask of infinities
+def _refuse_not_finite(what: str, model: nn.Module, world: World, constants: Collection[str]) -> None:
+    """Refuse what is not finite; a buffer may be a mask of infinities, and so may one of the ``constants``."""
+    named = [(name, one) for name, one in model.named_parameters() if name not in constants]
     bad = any_not_finite((tensor for _, tensor in named), world.device)
     if world.world_size > 1:
         dist.all_reduce(bad, dist.ReduceOp.MAX)

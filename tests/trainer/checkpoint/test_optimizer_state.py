@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,16 +189,153 @@ def test_a_checkpoint_that_does_not_tell_what_was_given_takes_the_settings_of_no
         assert len(second._saver.checkpointer.changed_settings) == 3
 
 
-def test_other_parameter_groups_are_refused_by_name(world: World, tmp_path: Path) -> None:
-    with make(world, str(tmp_path), adam(), steps=2) as first:
+Split = Sequence[tuple[slice, dict[str, Any]]]
+
+
+def grouped(groups: Split, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> Callable[..., Any]:
+    """An optimizer whose groups have these of the parameters, each with its settings."""
+
+    def make_groups(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        them = list(parameters)
+        return kind([{"params": them[part], **settings} for part, settings in groups])  # type: ignore[call-arg]
+
+    return make_groups
+
+
+LOW, HIGH = {"weight_decay": 0.125, "lr": 0.02}, {"weight_decay": 0.5, "lr": 0.1}
+FIRST, REST, WHOLE = slice(0, 1), slice(1, 9), slice(0, 9)
+OTHERWISE: dict[str, tuple[Split, Split, list[str]]] = {
+    "in another order": (((FIRST, LOW), (REST, HIGH)), ((REST, HIGH), (FIRST, LOW)), []),
+    "exchanged": (
+        ((FIRST, LOW), (REST, HIGH)),
+        ((REST, LOW), (FIRST, HIGH)),
+        [
+            "optimizer group 0: weight_decay=0.125, where the checkpoint had 0.5",
+            "optimizer group 1: weight_decay=0.5, where the checkpoint had 0.125",
+            "schedule: lr=[0.02, 0.1], where the checkpoint had [0.1, 0.02]",
+        ],
+    ),
+    "split": (
+        ((WHOLE, LOW),),
+        ((FIRST, HIGH), (REST, LOW)),
+        [
+            "optimizer group 0: weight_decay=0.5, where the checkpoint had 0.125",
+            "schedule: lr=[0.1, 0.02], where the checkpoint had [0.02, 0.02]",
+        ],
+    ),
+    "made one": (
+        ((FIRST, LOW), (REST, HIGH)),
+        ((WHOLE, HIGH),),
+        [
+            "optimizer group 0: weight_decay=0.5, where the checkpoint had 0.125 and 0.5",
+            "schedule: lr=[0.1], where the checkpoint had [[0.02, 0.1]]",
+        ],
+    ),
+}
+
+
+def notes_of(folder: Path) -> list[str]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["note"] for line in lines if "note" in line]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_groups_are_found_by_what_is_in_them_and_have_the_settings_that_are_given(
+    world: World, tmp_path: Path, case: str, zero: int
+) -> None:
+    before, now, notes = OTHERWISE[case]
+    options = {"parallel": {"zero": zero}}
+    with make(world, str(tmp_path), grouped(before), steps=2, **options) as first:
         first.train()
+    with make(world, str(tmp_path), grouped(now), **options) as second:
+        wanted = {id(one): settings for part, settings in now for one in list(second.parallel.inner.parameters())[part]}
+        for group in second.optimizer.param_groups:
+            for one in group["params"]:
+                assert (group["weight_decay"], group["lr"]) == tuple(wanted[id(one)].values())
+                assert second.optimizer.state[one]["step"] == 2
+        found = [note for note in notes_of(tmp_path) if "where the checkpoint" in note]
+        assert sorted(found) == notes
+        second.train()
 
-    def two_groups(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        weight, bias = parameters
-        return torch.optim.AdamW([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}], lr=0.1)
 
-    with pytest.raises(CheckpointMismatchError, match=r"1 parameter group.* 2"):
-        make(world, str(tmp_path), two_groups)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_groups_have_learnt_among_their_settings_follows_their_parameters(
+    world: World, tmp_path: Path, zero: int
+) -> None:
+    low, high = {"d": 1e-2}, {"d": 2e-2}
+    forth, back = ((FIRST, low), (REST, high)), ((REST, high), (FIRST, low))
+    options = {"parallel": {"zero": zero}}
+    with make(world, str(tmp_path / "whole"), grouped(forth, Adapting), **options) as whole:
+        whole.train()
+        expected = weights_of(whole)
+    with make(world, str(tmp_path / "parts"), grouped(forth, Adapting), steps=2, **options) as first:
+        first.train()
+    with make(world, str(tmp_path / "parts"), grouped(back, Adapting), **options) as second:
+        assert [group["d"] for group in second.optimizer.param_groups] == [2e-2 * 2.25, 1e-2 * 2.25]
+        second.train()
+        assert torch.equal(weights_of(second), expected)
+
+
+class Parts(torch.nn.Module):
+    """A body and a head, of which the ``frozen`` are not trained."""
+
+    def __init__(self, *frozen: str) -> None:
+        super().__init__()
+        self.body, self.head = Line(), torch.nn.Linear(2, 1)
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def of_all(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"), [((), ("body",)), (("body",), ()), (("body",), ("head",)), (("head",), ("body",))]
+)
+@pytest.mark.parametrize(("zero", "of_trained_alone"), [(0, True), (0, False), (1, True), (2, False), (3, True)])
+def test_a_resumed_run_may_train_other_parts_and_says_whose_state_is_dropped_and_whose_is_new(
+    world: World, tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...], zero: int, of_trained_alone: bool
+) -> None:
+    def start(frozen: tuple[str, ...], steps: int) -> Any:
+        torch.manual_seed(3)
+        model, options = Parts(*frozen), {"parallel": {"zero": zero}, "steps": steps}
+        optimizer = of_all if of_trained_alone else of_all(model.parameters())
+        return make(world, str(tmp_path), optimizer, model=model, **options)
+
+    def weights(trainer: DistributedTrainer) -> dict[str, torch.Tensor]:
+        model = trainer.parallel.inner
+        return {name: getattr(one, "full_tensor", one.clone)().detach() for name, one in model.named_parameters()}
+
+    with start(then, 2) as first:
+        first.train()
+        before = weights(first)
+    with start(now, 4) as second:
+        names = {one: name for name, one in second.parallel.inner.named_parameters()}
+        steps = {names[one]: float(state["step"]) for one, state in second.optimizer.state.items()}
+        assert steps == dict.fromkeys((name for name in before if not name.startswith((*then, *now))), 2.0)
+        tensors = {"body": "body.line.weight, body.line.bias", "head": "head.weight, head.bias"}
+        dropped = "the checkpoint's optimizer state is dropped for what is not trained now: "
+        new = "the checkpoint has no optimizer state for what had no gradient then: it starts anew for "
+        assert [note for note in notes_of(tmp_path) if "optimizer state" in note] == [
+            *(dropped + tensors[part] for part in now),
+            *(new + tensors[part] for part in then),
+        ]
+        second.train()
+        after = weights(second)
+        still = {name for name in after if torch.equal(after[name], before[name])}
+        assert still == {name for name in after if name.startswith(now)}
+
+
+def test_an_optimizer_that_keeps_another_state_is_refused_whatever_is_frozen(world: World, tmp_path: Path) -> None:
+    with make(world, str(tmp_path), of_all, model=Parts("body"), steps=2) as first:
+        first.train()
+    with pytest.raises(CheckpointMismatchError, match=r"another optimizer: head\.bias\.exp_avg is in"):
+        make(world, str(tmp_path), lambda parameters: torch.optim.SGD(parameters, lr=0.1), model=Parts("body"))
 
 
 def test_parameters_that_are_grouped_otherwise_keep_their_state_and_take_the_groups_that_are_given(

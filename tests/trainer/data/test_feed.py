@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penstock import DistributedDataLoader, pack
+from penstock import DistributedDataLoader, TokenBudget, open_manifest, pack
+from penstock.loader import CostExpression, index_costs, write_costs
 from penstock.trainer import ArrayLoader, TrainerError, World
 from penstock.trainer.data.feed import Feed
 
@@ -24,6 +26,13 @@ def alone(device: torch.device) -> World:
 def rows(count: int = 10, **options: Any) -> ArrayLoader:
     options = {"batch_size": 2, "shuffle": False, "rank": 0, "world_size": 1, **options}
     return ArrayLoader({"n": torch.arange(count)}, **options)
+
+
+@contextmanager
+def closing_if(loader: Any) -> Iterator[Any]:
+    yield loader
+    if hasattr(loader, "close"):
+        loader.close()
 
 
 def take(feed: Feed, epoch: int = 0) -> list[list[int]]:
@@ -144,6 +153,108 @@ def test_skipped_steps_are_as_if_drawn_and_dropped_and_a_resumed_feed_goes_on_af
     following = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]][(1 + steps) % 3]
     assert ended == (1 + steps) // 3
     assert take(feed, ended) == take(again, ended) == following
+
+
+class Counted:
+    """Epochs of these many batches, the last of which is repeated; as a user writes it, with what is asked for."""
+
+    def __init__(self, *epochs: int) -> None:
+        self._epochs = epochs
+        self.epoch, self._at = 0, 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        self._go_on()
+        epoch = self.epoch
+        while self._at < self._batches:
+            self._at += 1
+            yield {"n": torch.tensor([epoch, self._at - 1])}
+        self._go_on()
+
+    def skip_batches(self, count: int) -> None:
+        for _ in range(count):
+            self._go_on()
+            self._at += 1
+        self._go_on()
+
+    @property
+    def _batches(self) -> int:
+        return self._epochs[min(self.epoch, len(self._epochs) - 1)]
+
+    def _go_on(self) -> None:
+        if self._at == self._batches:
+            self.epoch, self._at = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self._at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self._at = state["epoch"], state["at"]
+
+
+class Sized(Counted):
+    def __len__(self) -> int:
+        return self._batches
+
+
+class SaysWhatIsLeft(Counted):
+    @property
+    def steps_left(self) -> int:
+        return self._batches - self._at
+
+
+def drawn_steps(epochs: list[list[list[int]]], accumulate: int) -> list[tuple[int, list[list[int]]]]:
+    """Each step's epoch and batches, as one draws them."""
+    return [
+        (epoch, batches[start : start + accumulate])
+        for epoch, batches in enumerate(epochs)
+        for start in range(0, len(batches), accumulate)
+    ]
+
+
+@pytest.fixture(scope="module")
+def ten_batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ten")
+    pack(({"n": i, "cost": 1 + i % 5} for i in range(20)), folder / "rows", format="parquet")
+    manifest, expression = open_manifest(str(folder / "rows"), progress=False), CostExpression.parse("cost")
+    write_costs(manifest, expression, index_costs(manifest, expression, progress=False))
+    return folder / "rows"
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 4, 10, 16])
+@pytest.mark.parametrize("kind", ["arrays", "loader", "tokens", "counted", "sized", "left", "uneven"])
+def test_skipped_steps_end_with_their_epoch_whatever_accumulates_and_whatever_the_loader_says(
+    ten_batches: Path, kind: str, accumulate: int
+) -> None:
+    counted = {"counted": Counted, "sized": Sized, "left": SaysWhatIsLeft, "uneven": SaysWhatIsLeft}
+
+    def make() -> Any:
+        if kind == "arrays":
+            return rows(20, shuffle=True)
+        if kind in counted:
+            return counted[kind](*((10, 4, 7, 1, 5) if kind == "uneven" else (10,)))
+        options: dict[str, Any] = {"batch_size": 2, "columns": ["n"], "rank": 0, "world_size": 1}
+        if kind == "tokens":  # epochs of different numbers of batches
+            options = {**options, "batch_tokens": TokenBudget(tokens=10, index="cost")}
+            del options["batch_size"]
+        return DistributedDataLoader(ten_batches, **options)
+
+    def values(batch: dict[str, torch.Tensor]) -> list[int]:
+        return batch["n"].tolist()
+
+    with closing_if(make()) as loader:
+        epochs = [[values(batch) for batch in loader] for _ in range(9)]
+    whole = drawn_steps(epochs, accumulate)
+    for done, steps in ((1, 1), (1, 2), (3, 1), (2, 5)):
+        with closing_if(make()) as loader, closing_if(make()) as other:
+            feed = Feed(loader, accumulate=accumulate, world=alone(CPU))
+            found = [feed.take(0) for _ in range(done + whole[done - 1][0])]
+            assert [list(map(values, one)) for one in found if one] == [step for _, step in whole[:done]]
+            epoch = whole[done - 1][0]
+            assert feed.skip(steps, epoch) == whole[done + steps][0] - epoch
+            again = Feed(other, accumulate=accumulate, world=alone(CPU))
+            again.load_state_dict(feed.state_dict())
+            for one in (feed, again):
+                assert list(map(values, one.take(whole[done + steps][0]))) == whole[done + steps][1]
 
 
 def test_batches_of_a_loader_that_drops_samples_are_drawn_and_dropped(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,3 +255,81 @@ def test_a_disk_too_full_for_a_checkpoint_is_told_before_the_first_step(
     said = capsys.readouterr().err
     assert f"{tmp_path}/run/checkpoints has 0.0 MB free" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def nan_loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    return model(batch["png"].float()[:, :1]).sum() * torch.nan, 2
+
+
+def broken_loss(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    raise ZeroDivisionError("in a loss of one's own")
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Writes a recipe with this loss, under a torchrun that looks for ``tmp_path / "error.json"``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def write(loss: str) -> list[str]:
+        recipe = tables()
+        del recipe["evaluation"]
+        recipe["loss"] = {"use": f"{__name__}:{loss}"}
+        recipe["data"] = {"use": f"{__name__}:few_batches"}
+        (tmp_path / "recipe.toml").write_text(format_toml(recipe))
+        return [str(tmp_path / "recipe.toml")]
+
+    return write
+
+
+def left_to_torchrun(folder: Path) -> str:
+    told = json.loads((folder / "error.json").read_text())["message"]
+    assert int(told["extraInfo"]["timestamp"]) > 0
+    return str(told["extraInfo"]["py_callstack"])
+
+
+def test_a_loss_that_is_not_finite_is_printed_once_and_is_in_torchruns_summary(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], failing: Callable[[str], list[str]]
+) -> None:
+    assert main(failing("nan_loss")) == 2
+    printed = capfd.readouterr().err
+    assert printed.count("the loss is not finite") == 1
+    assert "watchdog" not in printed
+    assert left_to_torchrun(tmp_path).startswith("NonFiniteLossError: step 0: the loss is not finite")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_what_is_wrong_with_a_recipe_is_printed_by_the_first_rank_of_a_node_and_told_to_torchrun_by_each(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failing: Callable[[str], list[str]],
+    rank: str,
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert main(failing("no_such_loss")) == 2
+    assert capsys.readouterr().err.count("RecipeError") == (1 if rank == "0" else 0)
+    assert "no_such_loss" in left_to_torchrun(tmp_path)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")  # then nobody else prints it
+    assert main(failing("no_such_loss")) == 2
+    assert "no_such_loss" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_refused_is_told_to_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Callable[[str], list[str]]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        main([*failing("nan_loss"), "--trainer.steps=many"])
+    assert "rank 0" in left_to_torchrun(tmp_path)
+
+
+@pytest.mark.slow
+def test_an_error_of_the_users_code_is_in_torchruns_summary_with_its_lines(
+    tmp_path: Path, failing: Callable[[str], list[str]]
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-m", "penstock.trainer", *failing("broken_loss")]
+    assert subprocess.run(command, check=False, env=environment, capture_output=True, timeout=300).returncode == 1
+    assert 'raise ZeroDivisionError("in a loss of one\'s own")' in left_to_torchrun(tmp_path)

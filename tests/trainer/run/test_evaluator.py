@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from small_trainers import make_trainer, rows
 from torch import nn
 
 from penstock.trainer import Callbacks, Evaluation, StepRecord, TrainerConfigError, World
+from penstock.trainer.run import evaluator
 
 STALL_TIMEOUT_S = 6.0
 
@@ -176,3 +178,34 @@ def test_evaluations_that_measure_nothing_are_noted_once(world: World, tmp_path:
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     notes = [record["note"] for record in records if record["kind"] == "note"]
     assert len([note for note in notes if "measured nothing" in note and "last_batch='partial'" in note]) == told
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_evaluations_that_take_much_of_a_run_are_noted_once_with_their_share_and_what_to_set(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None
+) -> None:
+    monkeypatch.setattr(evaluator, "_SHORT_S", 0.0)
+    monkeypatch.setattr(evaluator, "_MUCH", 0.0)
+    options: dict[str, Any] = {"evaluate": {"every": every}, "steps": None, "epochs": 5}
+    options["evaluation"] = Evaluation(batches=rows(world), metrics=size_of_outputs)
+    with make_trainer(world, str(tmp_path), **options) as trainer:
+        trainer.train()
+    found = [note for note in notes_of(tmp_path) if "evaluation takes" in note]
+    now = "it is 1" if every else "it is done after each epoch"
+    assert len(found) == 1
+    assert re.fullmatch(
+        rf"evaluation takes \d+% of the time so far \(3 evaluations of .* s\): .*evaluate\.every=STEPS \({now}\).*",
+        found[0],
+    )
+
+
+def notes_of(folder: Path) -> list[str]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["note"] for line in lines if "note" in line]
+
+
+@pytest.mark.parametrize(("dtype", "is_told"), [("bf16", True), ("fp32", False)])
+def test_bf16_on_a_cpu_is_noted(world: World, tmp_path: Path, dtype: str, is_told: bool) -> None:
+    with make_trainer(world, str(tmp_path), steps=1, precision={"dtype": dtype}) as trainer:
+        trainer.train()
+    assert sum("precision.dtype='bf16'" in note for note in notes_of(tmp_path)) == is_told

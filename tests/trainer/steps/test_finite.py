@@ -129,6 +129,48 @@ def test_weights_that_are_not_finite_are_not_saved(world: World, tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
 
 
+class Causal(nn.Module):
+    """Holds its mask of -inf as a frozen parameter, as some models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = Line()
+        self.mask = nn.Parameter(torch.triu(torch.full((2, 2), -torch.inf), 1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.line(x)
+        return torch.softmax(y[:, None] + self.mask, -1).sum(1) + y
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_frozen_mask_of_infinities_is_saved_and_a_weight_beside_it_that_is_not_finite_is_refused(
+    world: World, tmp_path: Path, zero: int
+) -> None:
+    options = {"checkpoint": {"every_steps": 1, "keep_last": 9}, "parallel": {"zero": zero}}
+    for steps in (2, 4):  # and goes on from a checkpoint with it
+        with make_trainer(world, str(tmp_path / "run"), model=Causal(), steps=steps, **options) as trainer:
+            trainer.train()
+    with make_trainer(
+        world, str(tmp_path / "warm"), model=Causal(), init_from=str(tmp_path / "run"), **options
+    ) as warm:
+        with torch.no_grad():
+            weight = warm.parallel.inner.line.line.bias
+            getattr(weight, "to_local", lambda: weight)()[0] = torch.inf
+        with pytest.raises(NonFiniteLossError, match="loss is not finite"):
+            warm.train()
+        with pytest.raises(NonFiniteLossError, match=r"the weights line\.line\.bias are not finite"):
+            warm._saver.save(1, warm._gather_state(), blocking=True)
+
+
+def test_a_frozen_parameter_that_gets_infinite_is_not_saved(world: World, tmp_path: Path) -> None:
+    model = Causal()
+    nn.init.zeros_(model.mask)
+    with make_trainer(world, str(tmp_path), model=model, checkpoint={"every_steps": 1}) as trainer:
+        model.mask[0, 1] = -torch.inf
+        with pytest.raises(NonFiniteLossError, match="the weights mask are not finite"):
+            trainer.train()
+
+
 def test_gradients_that_overflow_at_any_loss_scale_stop_training(world: World, tmp_path: Path) -> None:
     batches = [{"x": torch.ones(1, 2), "number": torch.full((1,), 9.0)}] * 200
     options = {"precision": {"dtype": "fp16"}, "steps": 200, "schedule": {"shape": "constant"}}
