@@ -45,7 +45,9 @@ def return_no_views(module: nn.Module) -> None:
         return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
 
     def copy(module: nn.Module, inputs: Any, output: Any) -> Any:
-        return _apply_to_tensors(own, output) if torch.is_grad_enabled() else output
+        if not torch.is_grad_enabled():
+            return output
+        return _apply_to_tensors(own, output)  # type: ignore[no-untyped-call]
 
     module.register_forward_hook(torch._dynamo.disable(copy))  # type: ignore[no-untyped-call]
 

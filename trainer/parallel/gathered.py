@@ -7,6 +7,7 @@ scales). A weight that is converted at each of its uses may as well be gathered 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,12 +80,13 @@ def set_formats(model: nn.Module, rounded: frozenset[str], config: PrecisionConf
     names = {id(one): name for name, one in model.named_parameters()}
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for one in () if group is None else group.fsdp_params:
+        shards: Any = () if group is None else group.fsdp_params
+        for one in shards:
             is_rounded = names[id(one.sharded_param)] in rounded
             one.__class__ = _Shard
             one.computed = config.compute_dtype if is_rounded else None
         if group is not None:
-            _agree_on_gradients(group.fsdp_params, config.reduced_dtype)
+            _agree_on_gradients(shards, config.reduced_dtype)
 
 
 def _agree_on_gradients(shards: Iterable[_Shard], reduced: torch.dtype) -> None:
