@@ -136,7 +136,7 @@ def evaluate(
                     batch = move_batch(fresh, world.device) if has_batch else batch
                     if not has_batch and not parallel.is_sharded:
                         continue
-                    with compute_context(precision, world.device, sharded=parallel.is_sharded):
+                    with compute_context(precision, world.device, parallel.inner):
                         found = evaluation.metrics(model, batch)
                     if has_batch:
                         sums.add(found)

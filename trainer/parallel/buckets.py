@@ -40,6 +40,7 @@ class _SumOfParameters(nn.Module):
                 part = nn.functional.embedding(first_row, parameter, sparse=True)
             else:
                 part = parameter.reshape(-1)[:1]
+            part = torch.view_as_real(part) if part.is_complex() else part
             total = total + 0.0 * part.sum().to(total.dtype)
         return total
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.utils import _apply_to_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import TrainerConfigError
@@ -21,10 +22,34 @@ _USED_IN_SHARDS = (
     "was used outside of that. Call that module itself, not what is in it; name the modules that are called with "
     "parallel.blocks; or use parallel.zero=0"
 )
+_OTHER_FORMATS = re.compile(r"same dtype|should be the same|expected scalar type")
+_OUTSIDE = (
+    "with parallel.zero=1 to 3 the weights of linear layers, convolutions and attention come to forward in "
+    "precision.dtype, and autocast converts what they meet; an operation met one outside of autocast (torch says: {}). "
+    "Name the classes of the modules that leave autocast with precision.fp32_modules, whose weights then come in fp32; "
+    "or use parallel.zero=0"
+)
 HIDDEN_OUTPUT = (
     "a sharded module returned an object in which torch finds no tensors, so that nothing told it of the gradient; "
     "return tensors, or tuples, dicts or dataclasses of them, from forward, or use parallel.zero=0"
 )
+
+
+def return_no_views(module: nn.Module) -> None:
+    """Let a module that will be sharded return copies of views, so that what it returns may be written to in place.
+
+    ``fully_shard`` learns from the returned tensors when backward comes, and writing to a view would make it deaf.
+    """
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
+
+    def copy(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        return _apply_to_tensors(own, output)  # type: ignore[no-untyped-call]
+
+    module.register_forward_hook(torch._dynamo.disable(copy))  # type: ignore[no-untyped-call]
 
 
 class EngineEntry:
@@ -34,8 +59,9 @@ class EngineEntry:
     ran, until the first loss is through.
     """
 
-    def __init__(self, module: nn.Module, inner: nn.Module, *, may_be_unused: bool) -> None:
+    def __init__(self, module: nn.Module, inner: nn.Module, *, may_be_unused: bool, rounds: bool) -> None:
         self._module, self._inner = module, inner
+        self._rounds = rounds and isinstance(module, FSDPModule)
         self._is_watched = isinstance(module, DistributedDataParallel | FSDPModule)
         self._entered = False
         self._needed: list[tuple[str, nn.Parameter]] = []
@@ -52,7 +78,8 @@ class EngineEntry:
         """What a loss runs in.
 
         Raises:
-            TrainerConfigError: it goes around forward; or, in torch's words, a parameter had no gradient before.
+            TrainerConfigError: it goes around forward; or, in torch's words, a parameter had no gradient before, or an
+                operation outside of autocast met a weight that was gathered for autocast.
         """
         if not self._is_watched:
             yield
@@ -70,6 +97,8 @@ class EngineEntry:
                 raise _name_unused(self._find_unused(str(exc))) from exc
             if _MIXED in str(exc):
                 raise TrainerConfigError(_USED_IN_SHARDS) from exc
+            if self._rounds and _OTHER_FORMATS.search(str(exc)):
+                raise TrainerConfigError(_OUTSIDE.format(str(exc).splitlines()[0])) from exc
             raise
         if not self._entered:
             raise self._refusal("computes without calling the model")

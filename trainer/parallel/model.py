@@ -19,7 +19,8 @@ from ..ranks.world import World
 from .blocks import find_blocks
 from .buckets import choose_bucket_mb, settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
-from .entry import EngineEntry
+from .entry import EngineEntry, return_no_views
+from .gathered import list_rounded, set_formats
 from .held import carry_attributes
 from .limits import (
     check_exchangeable,
@@ -33,11 +34,9 @@ from .limits import (
 from .materialise import Initialiser, Materialiser
 from .meta import move_values
 from .precision import (
+    MasterWeights,
     PrecisionConfig,
-    build_norm_policy,
-    build_root_policy,
     build_sharding_policy,
-    check_master_weights,
     check_reducible,
     list_batch_norms,
 )
@@ -117,7 +116,7 @@ class ParallelModel:
         initialise: Initialiser | None = None,
     ) -> None:
         check_trainable(model)
-        check_master_weights(model)
+        MasterWeights(model).check()
         check_same_model(model, world)
         self.config = config
         self.world = world
@@ -143,7 +142,10 @@ class ParallelModel:
             self.materialiser.materialise(model)
             copy_from_first_rank(model, world)
             self.module = model
-        self._entry = EngineEntry(self.module, model, may_be_unused=config.unused_parameters)
+        self._entry = EngineEntry(
+            self.module, model, may_be_unused=config.unused_parameters, rounds=precision.dtype != "fp32"
+        )
+        self._master_weights = MasterWeights(model)
         self._exchanges_last: bool | None = None
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
@@ -209,7 +211,12 @@ class ParallelModel:
         return nullcontext()
 
     def begin_step(self) -> None:
-        """Give all ranks rank 0's buffers before forward, as DDP does; a collective where the model is sharded."""
+        """Give all ranks rank 0's buffers before forward, as DDP does; a collective where the model is sharded.
+
+        Raises:
+            TrainerConfigError: a parameter that was frozen in a format of less than fp32 is trained now.
+        """
+        self._master_weights.check()
         if self.usage is not None and self.order is not None:
             share_buffers(self.inner.buffers(), self.world)
             self.usage.begin_step()
@@ -303,6 +310,7 @@ def _shard(
 ) -> nn.Module:
     blocks = [block for block in find_blocks(model, config.blocks, "parallel.blocks") if block is not model]
     blocks = keep_ties(model, blocks)
+    rounded = list_rounded(model, precision)
     arguments: dict[str, Any] = {
         "mesh": _build_mesh(config, world),
         "reshard_after_forward": config.zero == 3,
@@ -312,14 +320,11 @@ def _shard(
         else OffloadPolicy(),
     }
     apart = [] if precision.dtype == "fp32" else keep_ties(model, list_batch_norms(model))
-    for norm in apart:
-        materialiser.materialise(norm)
-        fully_shard(norm, **(arguments | {"mp_policy": build_norm_policy(precision)}))
-    for block in reversed([block for block in blocks if block not in apart]):
-        materialiser.materialise(block)  # whole for a moment, as in forward, and then in shards
-        fully_shard(block, **arguments)
-    materialiser.materialise(model)
-    fully_shard(model, **(arguments | {"mp_policy": build_root_policy(precision)}))
+    for part in [*apart, *reversed([block for block in blocks if block not in apart]), model]:
+        materialiser.materialise(part)  # whole for a moment, as in forward, and then in shards
+        return_no_views(part)
+        fully_shard(part, **arguments)
+    set_formats(model, rounded, precision)
     return model
 
 

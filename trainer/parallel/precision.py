@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _apply_to_tensors
 
 from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
@@ -30,6 +31,12 @@ class PrecisionConfig:
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Format in which zero=1..3 reduces gradients."""
 
+    fp32_modules: tuple[str, ...] = ()
+    """With zero=1..3, class names of modules whose weights come in fp32, as forward uses them outside of autocast."""
+
+    rounded_modules: tuple[str, ...] = ()
+    """With zero=1..3, class names of own modules whose weights come in ``dtype``, as matrix products alone use them."""
+
     init_scale: float = 65536.0
     """fp16: initial loss scale."""
 
@@ -45,6 +52,11 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         check_choice("precision.dtype", self.dtype, _DTYPES)
         check_choice("precision.reduce_dtype", self.reduce_dtype, _DTYPES)
+        both = sorted(set(self.fp32_modules) & set(self.rounded_modules))
+        if both:
+            raise TrainerConfigError(
+                f"precision.fp32_modules and precision.rounded_modules both name {both[0]!r}; take it out of one"
+            )
         check_range("precision.init_scale", self.init_scale, low=0.0, above=True)
         check_range("precision.growth_factor", self.growth_factor, low=1.0, above=True)
         check_range("precision.growth_interval", self.growth_interval, low=1)
@@ -56,15 +68,31 @@ class PrecisionConfig:
     def compute_dtype(self) -> torch.dtype:
         return _DTYPES[self.dtype]
 
+    @property
+    def reduced_dtype(self) -> torch.dtype:
+        return _DTYPES[self.reduce_dtype]
 
-def check_master_weights(model: torch.nn.Module) -> None:
-    """Refuse a model whose weights are already rounded: updates below half a unit in the last place would be lost."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.element_size() < 4:
-            raise TrainerConfigError(
-                f"parameter {name!r} is {parameter.dtype}; master weights are float32: build the model in float32 and "
-                "choose the compute format with precision.dtype"
-            )
+
+class MasterWeights:
+    """The parameters of a model that are rounded, which must be frozen, and may be unfrozen at any time.
+
+    Updates below half a unit in the last place would be lost; a frozen one has none, and keeps its format.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._rounded = [
+            (name, one) for name, one in model.named_parameters() if one.is_floating_point() and one.element_size() < 4
+        ]
+
+    def check(self) -> None:
+        """Raise a TrainerConfigError where one of them is trained."""
+        for name, one in self._rounded:
+            if one.requires_grad:
+                raise TrainerConfigError(
+                    f"parameter {name!r} is {one.dtype} and trained; master weights are float32: build the model, or "
+                    "this part of it, in float32 and choose the compute format with precision.dtype, or freeze it with "
+                    "requires_grad_(False): frozen parameters keep their format"
+                )
 
 
 def check_reducible(model: torch.nn.Module, config: PrecisionConfig, zero: int) -> None:
@@ -79,23 +107,16 @@ def check_reducible(model: torch.nn.Module, config: PrecisionConfig, zero: int) 
 
 
 def build_sharding_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
-    """The policy of one sharded block: gathered weights in the compute format, gradients reduced in another."""
-    if config.dtype == "fp32":
-        # None is the gradient's own format, which is float64 where the weights are.
-        return MixedPrecisionPolicy(
-            reduce_dtype=None if config.reduce_dtype == "fp32" else _DTYPES[config.reduce_dtype]
-        )
-    return MixedPrecisionPolicy(param_dtype=config.compute_dtype, reduce_dtype=_DTYPES[config.reduce_dtype])
-
-
-def build_root_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
-    """The policy of the whole model: that of a block, but what comes out, of which losses are made, is fp32."""
-    policy = build_sharding_policy(config)
-    return policy if config.dtype == "fp32" else replace(policy, output_dtype=torch.float32)
+    """The policy of each sharded module: it casts no input and no output, and weights come as ``gathered.py`` says."""
+    # None is the gradient's own format, which is float64 where the weights are.
+    is_own = config.dtype == config.reduce_dtype == "fp32"
+    return MixedPrecisionPolicy(
+        reduce_dtype=None if is_own else _DTYPES[config.reduce_dtype], cast_forward_inputs=False
+    )
 
 
 def list_batch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules with running statistics and weights, which torch wants in one format, below the model itself."""
+    """The modules with running statistics and weights, each of which is sharded by itself, below the model itself."""
     return [
         module
         for module in model.modules()
@@ -106,16 +127,29 @@ def list_batch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-def build_norm_policy(config: PrecisionConfig) -> MixedPrecisionPolicy:
-    """The policy of a sharded batch norm: as autocast has it, fp32 weights and statistics on any input."""
-    return MixedPrecisionPolicy(reduce_dtype=_DTYPES[config.reduce_dtype])
+@contextmanager
+def compute_context(config: PrecisionConfig, device: torch.device, model: torch.nn.Module) -> Iterator[None]:
+    """What a loss or a metric runs in, at every zero stage: autocast, and fp32 for what leaves the whole model.
+
+    Autocast sums some losses in fp32, others in the format of what they are made of, and not the same on each device.
+    """
+    if config.dtype == "fp32":
+        yield
+        return
+    hook = model.register_forward_hook(_raise_outputs, prepend=True)
+    try:
+        with torch.autocast(device.type, dtype=config.compute_dtype):
+            yield
+    finally:
+        hook.remove()
 
 
-def compute_context(config: PrecisionConfig, device: torch.device, *, sharded: bool) -> AbstractContextManager[Any]:
-    """The context of a loss: autocast for whole weights; nothing for sharded ones, whose policies cast them."""
-    if config.dtype == "fp32" or sharded:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=config.compute_dtype)
+def _raise_outputs(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    return _apply_to_tensors(_raise_half, output)  # type: ignore[no-untyped-call]
+
+
+def _raise_half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class LossScaler(torch.amp.GradScaler):

@@ -66,7 +66,7 @@ class MemoryProbe:
         try:
             aside = self._set_aside()
             for _ in range(rounds):
-                with compute_context(self._precision, device, sharded=False):
+                with compute_context(self._precision, device, self._parallel.inner):
                     total, _ = check_loss(self._loss(self._parallel.inner, batch))
                 total.backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":

@@ -285,7 +285,7 @@ class StepRunner:
         return None if self._config.on_nan == "stop" else BufferCopies(self._parallel.inner)
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-        with compute_context(self._precision, self._world.device, sharded=self._parallel.is_sharded):
+        with compute_context(self._precision, self._world.device, self._parallel.inner):
             return check_loss(self._loss(self._parallel.module, batch))
 
     def _expect(self, count: torch.Tensor) -> float:
