@@ -177,8 +177,8 @@ class _Opening:
     def shared(self, exchange: Exchange) -> Manifest:
         if exchange.builds:
             manifest, key = self.alone()
-            about = {"url": manifest.url, "key": key, "root": dict(manifest.root)}
-            exchange.publish(about, manifest.to_bytes())
+            told = {"url": manifest.url, "key": key, "root": dict(manifest.root)}
+            exchange.publish(told, manifest.to_bytes())
             return manifest
         about = exchange.wait()
         key, url = about["key"], about["url"]

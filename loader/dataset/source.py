@@ -366,8 +366,8 @@ def _select_split(
     inside = tuple(replace(info, key=info.key[len(folder) :]) for info in listing if info.key.startswith(folder))
     is_whole = len(wanted) == 1 and not any(key.startswith(folder) for key in others)
     chosen = None if is_whole else tuple(key[len(folder) :] for key in keys)
-    told = selection.root | read_folders(folder.split("/"))
-    return store, Selection(url=url, listing=inside, chosen=chosen, saved=_find_saved(store), root=told)
+    root = {**selection.root, **read_folders(folder.split("/"))}
+    return store, Selection(url=url, listing=inside, chosen=chosen, saved=_find_saved(store), root=root)
 
 
 def refuse_mixed(store: Store, selection: Selection, keys: Sequence[str]) -> None:

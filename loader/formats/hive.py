@@ -85,7 +85,7 @@ def find_columns(keys: Sequence[str], root: Mapping[str, str]) -> dict[str, dict
     One that some shard's path lacks has that shard as ``missing``.
     """
     by_folder = {key.rpartition("/")[0]: key for key in keys}
-    values = {folder: root | read_folders(folder.split("/")) for folder in by_folder}
+    values = {folder: {**root, **read_folders(folder.split("/"))} for folder in by_folder}
     columns: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for of_folder in values.values() for name in of_folder):
         told = {of_folder[name] for of_folder in values.values() if name in of_folder}
@@ -157,7 +157,7 @@ class Partitions:
 def _repeat(value: int | str | None, kind: str, count: int) -> Column:
     """A value ``count`` times; for an integer that is missing, 0."""
     if kind == "int64":
-        return ArrayColumn(np.full(count, value or 0, np.int64))
+        return ArrayColumn(np.full(count, 0 if value is None else int(value), np.int64))
     data = str(value or "").encode()
     starts = np.full(count, -1 if value is None else 0, np.int64)
     return BytesColumn(memoryview(data), starts, np.full(count, len(data), np.int64), text=True)
