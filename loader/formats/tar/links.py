@@ -6,6 +6,7 @@ member like any other; so an index keeps a link and what it names in one chunk, 
 
 from __future__ import annotations
 
+import bisect
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -142,14 +143,17 @@ def join_tied(starts: IntArray, stops: IntArray, placed: Placed, shard: str) -> 
         else:
             units.append([start, stop, 0])
         units[-1][2] += link is None
-        if link is not None and units[-1][1] - units[-1][0] > MOST_TIED_BYTES:
-            kind, option = _kind(link)
+    for tied, (start, _) in zip(placed.links, placed.ties.tolist(), strict=True):
+        unit = units[max(0, bisect.bisect_right(units, start, key=lambda unit: unit[0]) - 1)]
+        length = unit[1] - unit[0]
+        if length > MOST_TIED_BYTES and unit[2] > 1 and find_field_dot(tied.name) >= 0:
+            kind, option = _kind(tied)
             raise FormatError(
                 shard,
-                f"member '{show_name(link.name)}' is a {kind} link to '{show_name(link.target)}', which lies too far "
-                f"from it: with other links, {units[-1][1] - units[-1][0]:,} bytes would be read at once, and the most "
-                f"is {MOST_TIED_BYTES:,}; write the shard with `tar {option}`",
-                offset=link.record,
+                f"member '{show_name(tied.name)}' is a {kind} link to '{show_name(tied.target)}', which lies too far "
+                f"from it: with other links, {length:,} bytes would be read at once, and the most is "
+                f"{MOST_TIED_BYTES:,}; write the shard with `tar {option}`",
+                offset=tied.record,
             )
     joined = np.array(units, np.int64).reshape(-1, 3)
     return joined[:, 0].copy(), joined[:, 1].copy(), joined[:, 2].copy()

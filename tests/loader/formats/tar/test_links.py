@@ -161,6 +161,7 @@ def test_a_link_too_far_from_what_it_names_is_refused_with_what_to_do(
     monkeypatch.setattr(links, "MOST_TIED_BYTES", 10_000)
     near = [("a.txt", b"1", FILE), ("b.txt", "a.txt", HARD)]
     assert len(read(tmp_path, archive(*near, ("z.txt", bytes(20_000), FILE)))) == 3
+    assert len(read(tmp_path, archive(("a.x", b"1", FILE), ("a.y", bytes(20_000), FILE), ("a.z", "a.x", HARD)))) == 1
     far = archive(("a.txt", b"1", FILE), ("m.txt", bytes(20_000), FILE), ("z.txt", "a.txt", HARD))
     with pytest.raises(FormatError, match=r"'z.txt' is a hard link to 'a.txt'.*too far.*--hard-dereference"):
         index(tmp_path, far)
