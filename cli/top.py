@@ -14,6 +14,7 @@ import tyro
 
 from ..loader.errors import ConfigError
 from ..storage.files import check_output
+from ..storage.suggestions import did_you_mean
 from ..storage.telling.timeline import Event, write_chrome_trace
 from ..trainer.errors import TrainerError
 from ..trainer.report.pages.run_log import find_log, read_last, read_run
@@ -25,7 +26,6 @@ from .common import Flag, console, format_count, parse, print_json
 from .keys import Keys
 from .screen import shown
 from .top_view import View, show_view
-from .words import did_you_mean
 
 _EVERY_S = 1.0
 _REMEMBERED = 120  # rates of a rank, one a second

@@ -26,6 +26,7 @@ INTERNAL = {
     "PoolClosedError",
     "RemoteError",
     "RowError",
+    "UntoldNullsError",
 }
 
 

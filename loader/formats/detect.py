@@ -12,7 +12,7 @@ from typing import Any
 import zstandard
 
 from ...storage import ENCRYPTED_SUFFIX, ByteRange, ObjectInfo, Store
-from ...storage.suggestions import unknown_choice
+from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError, DatasetError
 from .names import has_suffix, is_hidden
 from .shard import ShardFormat
@@ -46,7 +46,7 @@ def make_format(name: str, config: Mapping[str, Any] | None = None) -> ShardForm
         ConfigError: no such format, or a setting that it does not have.
     """
     if name not in _CLASSES:
-        raise ConfigError(unknown_choice("format", name, FORMAT_NAMES))
+        raise ConfigError(f"format={name!r} is none of {', '.join(FORMAT_NAMES)}{did_you_mean(name, FORMAT_NAMES)}")
     config = dict(config or {})
     if name == "tokens" and config.get("seq_len") is None:
         raise ConfigError(_TOKENS_NEED_LENGTH)

@@ -38,7 +38,7 @@ def choose_columns(known: Sequence[str] | Mapping[str, Any], wanted: Sequence[st
     missing = [name for name in wanted if name not in known]
     if missing:
         raise ConfigError(
-            f"columns={list(wanted)}: the data set has no {missing}, only {list(known)}{did_you_mean(missing, known)}"
+            f"columns={list(wanted)}: the data set has no {missing}; it has {list(known)}{did_you_mean(missing, known)}"
         )
     return list(dict.fromkeys(wanted))
 
