@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
@@ -21,7 +21,8 @@ def read_tuning(
     processes: int | Literal["auto"],
 ) -> TuningChoice:
     """What was chosen of threads and read-ahead. Raises ConfigError where that is impossible."""
-    for name, value in (("threads", threads), ("fetch_threads", fetch_threads)):
+    counts: dict[str, Any] = {"threads": threads, "fetch_threads": fetch_threads}
+    for name, value in counts.items():
         if value != "auto":
             if isinstance(value, str):
                 raise ConfigError(f"{name}={value!r}: must be 'auto' or a whole number{did_you_mean(value, ['auto'])}")

@@ -41,8 +41,9 @@ def describe_saved_groups(metadata: Metadata, names: Collection[str]) -> dict[st
         kind, place = metadata.state_dict_metadata[key], tree
         for part in path[2:-1]:
             place = place.setdefault(str(part), {})
-        is_tensor = isinstance(kind, TensorStorageMetadata)
-        place[str(path[-1])] = torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None
+        place[str(path[-1])] = (
+            torch.empty(kind.size, dtype=kind.properties.dtype) if isinstance(kind, TensorStorageMetadata) else None
+        )
     return tree
 
 

@@ -47,7 +47,7 @@ def return_no_views(module: nn.Module) -> None:
     def copy(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output
-        return _apply_to_tensors(own, output)  # type: ignore[no-untyped-call]
+        return _apply_to_tensors(own, output)
 
     module.register_forward_hook(torch._dynamo.disable(copy))  # type: ignore[no-untyped-call]
 

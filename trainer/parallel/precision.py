@@ -145,7 +145,7 @@ def compute_context(config: PrecisionConfig, device: torch.device, model: torch.
 
 
 def _raise_outputs(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-    return _apply_to_tensors(_raise_half, output)  # type: ignore[no-untyped-call]
+    return _apply_to_tensors(_raise_half, output)
 
 
 def _raise_half(tensor: torch.Tensor) -> torch.Tensor:
