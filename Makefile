@@ -46,7 +46,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 
 gpu: $(VENV)/.bench $(VENV)/.test $(VENV)/.gpu
-	$(BIN)/python -m penstock.benchmarks.gpu $(ARGS)
+	$(BIN)/python -m devtools gpu $(ARGS)
 
 bench: ARGS ?= --quick
 bench: $(VENV)/.bench

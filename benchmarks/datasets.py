@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..loader.errors import ConfigError
-from ..loader.tools.pack import pack
 from ..storage import open_store
+from ..tools.pack import pack
 from .harness.job import Decode, PeerLayout
 
 _DISTINCT = 400  # pictures; a data set repeats them, and nothing in its way could profit from that

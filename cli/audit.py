@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from ..loader.tools.audit import AuditReport, audit
-from ..loader.tools.mixed_audit import MixtureAccount
+from ..tools.audit import AuditReport, audit
+from ..tools.mixed_audit import MixtureAccount
 from .common import Flag, parse, print_json
 from .screen import console, print_grid
 

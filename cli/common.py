@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origi
 
 import tyro
 
-from ..benchmarks.arguments import describe, docstring
 from ..loader.errors import ConfigError
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
@@ -25,7 +24,7 @@ from .screen import format_bytes as format_bytes
 from .screen import format_count as format_count
 from .screen import format_seconds as format_seconds
 from .screen import name_classes as name_classes
-from .words import option_words, options_of
+from .words import describe, docstring, option_words, options_of
 
 Arguments = TypeVar("Arguments")
 FormatName = Literal["tar", "parquet", "arrow", "tokens", "token_documents", "mds", "jsonl"]

@@ -19,8 +19,8 @@ from ..loader.dataset.splits import ALL, find_split_folders
 from ..loader.errors import ConfigError
 from ..loader.order.costs.costs import CostValues
 from ..loader.reading.checksum import READ_THREADS, sum_chunks
-from ..loader.tools.index_costs import CostExpression, index_costs, write_costs
 from ..storage import PenstockError, open_store
+from ..tools.index_costs import CostExpression, index_costs, write_costs
 from .common import Flag, SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
 
 

@@ -10,8 +10,8 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from ..loader.tools.inspect import Inspection, Spread, draw_bars, inspect_dataset
-from ..loader.tools.thumbnails import Thumbnail
+from ..tools.inspect import Inspection, Spread, draw_bars, inspect_dataset
+from ..tools.thumbnails import Thumbnail
 from .common import SourceArguments, parse, print_json
 from .sample import show_sample
 from .screen import (

@@ -14,8 +14,8 @@ import tyro
 
 from ..loader.errors import ConfigError
 from ..loader.formats.shard import ShardFormat
-from ..loader.tools.pack import PackSummary, pack
 from ..storage.options import ENCRYPTION_OPTION
+from ..tools.pack import PackSummary, pack
 from .common import (
     Flag,
     SplitNames,

@@ -9,9 +9,9 @@ from ..loader.dataset.cost_index import open_costs
 from ..loader.dataset.index import open_manifest
 from ..loader.errors import ConfigError, PartitionError
 from ..loader.order.costs.buckets import Bucket, add_buckets, plan_epoch
+from ..loader.order.costs.budget import StepBudget, TokenBudget
 from ..loader.order.costs.costs import Cost, SampleCosts
 from ..loader.order.costs.forecast import CostForecast, forecast_costs
-from ..loader.order.costs.steps import StepBudget, TokenBudget
 from ..loader.order.forecast import Forecast
 from ..loader.order.plan import EpochPlan, Order
 from .common import SourceArguments, in_option_words

@@ -15,9 +15,9 @@ from ..loader.order.permutation import IntArray
 from ..loader.order.plan import EpochPlan, Order
 from ..loader.order.selecting.subset import Subset
 from ..loader.progress import show_progress
-from ..loader.simulation.chunk_stream import ChunkStream, ListedChunks, UniformChunks
-from ..loader.simulation.settings import Machines
-from ..loader.simulation.simulate import Simulation, simulate
+from ..tools.simulation.chunk_stream import ChunkStream, ListedChunks, UniformChunks
+from ..tools.simulation.settings import Machines
+from ..tools.simulation.simulate import Simulation, simulate
 from .common import Flag, OptionalNumber, in_option_words, print_json
 from .plan_data import Chunks, PlanDataArguments, list_chunks, made_up, order_for
 from .screen import console, fact_table, format_bytes, format_seconds, print_columns, wrapped

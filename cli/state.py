@@ -12,8 +12,8 @@ import tyro
 from ..loader.errors import ConfigError
 from ..loader.order.selecting.subset import Subset
 from ..loader.order.state import LoaderState
-from ..loader.tools.state_file import StateFile, count_epoch, read_state_file, skip_in_state, write_state_file
 from ..storage.suggestions import did_you_mean
+from ..tools.state_file import StateFile, count_epoch, read_state_file, skip_in_state, write_state_file
 from .common import Flag, OptionalNumber, parse, print_json
 from .screen import console, fact_table
 

@@ -11,8 +11,8 @@ import tyro
 from rich.text import Text
 
 from ..loader.reading.checksum import READ_THREADS
-from ..loader.tools.recheck import RecheckResult, recheck
-from ..loader.tools.verify import VerifyResult, verify
+from ..tools.recheck import RecheckResult, recheck
+from ..tools.verify import VerifyResult, verify
 from .common import SourceArguments, parse, print_json
 from .screen import console, fact_table, format_bytes, format_count, format_seconds, shown, wrapped
 

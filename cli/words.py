@@ -1,11 +1,17 @@
-"""Errors in the words of the command line: ``--tokenizer`` in place of ``tokenizer=``, and what was perhaps meant."""
+"""The command line's words: errors that name ``--tokenizer`` in place of ``tokenizer=``, and texts of ``--help``."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
+import sys
+import textwrap
 from collections.abc import Collection
+from typing import Any
 
+_COMMANDS = ("python -m ", "torchrun ")  # paragraphs that begin so are kept as they are
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _VALUE = r"(?:'[^']*'|\"[^\"]*\"|[\w.+-]+(?:\([^()]*\))?)"
 
 
@@ -38,3 +44,27 @@ def options_of(kind: type) -> list[str]:
     """The names of a command's options, the longest first."""
     names = [field.name for field in dataclasses.fields(kind)]
     return sorted(names, key=len, reverse=True)
+
+
+def docstring(kind: type) -> str:
+    """What was written of a dataclass; nothing under -OO, where ``__doc__`` is a signature, made when the class was."""
+    return kind.__doc__ or "" if sys.flags.optimize < 2 else ""
+
+
+def describe(text: str, width: int = 80, *, indent: str = "") -> str:
+    """A docstring for ``--help``: paragraphs of at most ``width`` columns, examples continued as a shell takes them.
+
+    ``indent`` is that of the content of tyro's boxes, which would join lines that begin with a letter.
+    """
+    paragraphs = inspect.cleandoc(text).replace("``", "`").split("\n\n")
+    return "\n\n".join(textwrap.indent(_wrapped(each, width - len(indent)), indent) for each in paragraphs)
+
+
+def _wrapped(paragraph: str, width: int) -> str:
+    if paragraph.startswith(_COMMANDS):
+        return paragraph
+    words = " ".join(paragraph.split())
+    if not words.startswith("example:"):
+        return textwrap.fill(words, width, **_WHOLE_WORDS)
+    words = words.replace("example: ", "example:  ")
+    return " \\\n".join(textwrap.wrap(words, width - 2, subsequent_indent=" " * 12, **_WHOLE_WORDS))

@@ -16,9 +16,9 @@ import matplotlib.pyplot as plt
 
 from penstock.loader.order.auto import auto_lanes, auto_window
 from penstock.loader.order.plan import Order
-from penstock.loader.simulation.chunk_stream import UniformChunks
-from penstock.loader.simulation.settings import Machines
-from penstock.loader.simulation.simulate import simulate
+from penstock.tools.simulation.chunk_stream import UniformChunks
+from penstock.tools.simulation.settings import Machines
+from penstock.tools.simulation.simulate import simulate
 
 SAMPLES, BATCH, CHUNK_BYTES = 10**9, 32, 4 << 20
 RANKS = (8, 24, 64, 200, 512, 1000, 2048, 4096)

@@ -39,8 +39,8 @@ from .mixtures.parts import refuse_whole
 from .observed import Observed
 from .order.auto import Choice
 from .order.costs.buckets import Bucket
+from .order.costs.budget import TokenBudget
 from .order.costs.costs import Cost
-from .order.costs.steps import TokenBudget
 from .order.selecting.subset import Subset
 from .packing.config import Packing
 from .parts import Common, open_one, open_several

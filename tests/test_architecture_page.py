@@ -6,8 +6,13 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("storage", "loader", "trainer", "benchmarks", "cli")
-ALIKE = {"benchmarks/contenders", "cli", "loader/integrations"}  # folders of which one sentence tells all files
+ROOMS = ("storage", "loader", "tools", "trainer", "benchmarks", "cli", "devtools")
+ALIKE = {
+    "benchmarks/contenders",
+    "cli",
+    "devtools",
+    "loader/integrations",
+}  # folders of which one sentence tells all files
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 
 

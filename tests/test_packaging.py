@@ -17,7 +17,7 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("storage", "loader", "trainer", "benchmarks", "cli")
+ROOMS = ("storage", "loader", "tools", "trainer", "benchmarks", "cli")
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from penstock import (
 )
 from penstock.loader import Keep, LoaderMetrics
 from penstock.storage import ByteRange, ObjectInfo
-from penstock.trainer import ArrayLoader, AveragingConfig, EvaluateConfig, TrainerConfig, World
+from penstock.trainer import ArrayLoader, AveragingConfig, EvaluateConfig, FailureRecord, TrainerConfig, World
 
 FACES = ("penstock", "penstock.loader", "penstock.storage", "penstock.trainer")
 ROWS = 20
@@ -102,6 +102,7 @@ SENT: dict[str, Callable[[str], Any]] = {
         device=torch.device("cpu"),
         backend="gloo",
     ),
+    "FailureRecord": lambda _: FailureRecord(step=3, error="a rank failed"),
     # and what comes back from ranks
     "LoaderMetrics": read_metrics,
     "MixtureMetrics": lambda url: read_metrics(Mixture({url: 1})),

@@ -85,5 +85,5 @@ def _splice(source: socket.socket, target: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    upstream_host, upstream_port, late_s = take_arguments("HOST PORT DELAY_S", "python -m penstock.benchmarks.delayed")
+    upstream_host, upstream_port, late_s = take_arguments("HOST PORT DELAY_S", "python -m devtools delayed")
     _serve(upstream_host, int(upstream_port), float(late_s))

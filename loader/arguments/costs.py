@@ -12,8 +12,8 @@ from ..dataset.cost_index import open_costs
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError
 from ..order.costs.buckets import Bucket
+from ..order.costs.budget import StepBudget, TokenBudget
 from ..order.costs.costs import Cost, SampleCosts
-from ..order.costs.steps import StepBudget, TokenBudget
 from ..order.plan import Share
 
 

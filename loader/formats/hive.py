@@ -53,9 +53,15 @@ def _decode(text: str) -> str:
 
 def stored_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema without the columns that stand in paths: what the shards' own bytes hold, and a manifest stores."""
-    columns = schema.get("columns", {})
-    stored = {name: column for name, column in columns.items() if _IN_PATH not in column}
+    columns = schema.get("columns")
+    if not isinstance(columns, Mapping):
+        return schema
+    stored = {name: column for name, column in columns.items() if not _is_in_path(column)}
     return schema if len(stored) == len(columns) else {**schema, "columns": stored}
+
+
+def _is_in_path(column: Any) -> bool:
+    return isinstance(column, Mapping) and _IN_PATH in column
 
 
 def with_path_columns(

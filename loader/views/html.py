@@ -8,14 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..decoding.byte_views import ByteViews
 from .describe import clip, describe_value
 from .thumbnails import SIDE, thumbnail
-
-if TYPE_CHECKING:
-    from .samples import DatasetView
 
 _LISTS = (list, tuple, ByteViews)
 _ROWS = 8
@@ -60,7 +57,16 @@ class BatchView:
         return "\n".join(shown) or "an empty batch"
 
 
-def dataset_html(dataset: DatasetView) -> str:
+class ShownDataset(Protocol):
+    """Samples by index, each with a sample id."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def dataset_html(dataset: ShownDataset) -> str:
     """A table of the first samples of a data set, as training gets them."""
     try:
         samples: list[Mapping[str, Any]] = []

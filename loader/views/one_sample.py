@@ -19,8 +19,7 @@ from ..formats.detect import make_format
 from ..formats.shard import ShardFormat
 from ..metrics import Counters
 from ..reading.chunk_source import ChunkSource
-from ..tools.inspect import FieldView
-from .describe import describe_value
+from .describe import FieldView, describe_value
 from .samples import SampleReader
 
 _VALUE_CHARS = 2000

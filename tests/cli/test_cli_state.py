@@ -14,7 +14,7 @@ from penstock import DistributedDataLoader, Subset, pack
 from penstock.cli import run
 from penstock.loader.order.costs.steps import EvenSteps, skip_steps
 from penstock.loader.order.state import LoaderState
-from penstock.loader.tools.state_file import skip_in_state
+from penstock.tools.state_file import skip_in_state
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import torch
 from launch_ranks import run_ranks
 
+from devtools.faults.proxy import FaultProxy
 from penstock import DistributedDataLoader, open_store
-from penstock.benchmarks.faults.proxy import FaultProxy
 
 LENGTH = 64
 FORMAT = {"seq_len": LENGTH, "chunk_bytes": 2048}  # chunks of 16 sequences

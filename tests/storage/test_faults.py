@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from penstock.benchmarks.faults.faults import (
+from devtools.faults.faults import (
     Answer,
     BlackHole,
     Corrupt,
@@ -23,7 +23,7 @@ from penstock.benchmarks.faults.faults import (
     Silence,
     Truncate,
 )
-from penstock.benchmarks.faults.proxy import FaultProxy, Request
+from devtools.faults.proxy import FaultProxy, Request
 from penstock.storage import (
     ByteRange,
     RetryConfig,

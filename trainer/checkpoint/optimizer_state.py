@@ -58,15 +58,14 @@ def find_frozen(optimizer: Optimizer, optimizer_state: Mapping[str, Any], saved:
     return [name for name in saved if name not in trained]
 
 
-def describe_frozen(frozen: Sequence[str], never_stepped: Collection[str]) -> list[str]:
-    """Sentences on the parameters whose state is dropped, and on those whose state starts anew."""
+def describe_frozen(frozen: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Sentences on the parameters whose state is dropped, and on those that the optimizer did not have then."""
     notes = []
     if frozen:
         notes.append(f"the checkpoint's optimizer state is dropped for what is not trained now: {_some(frozen)}")
-    if never_stepped:
+    if new:
         notes.append(
-            f"the checkpoint has no optimizer state for what had no gradient then: it starts anew for "
-            f"{_some(list(never_stepped))}"
+            f"the checkpoint has no optimizer state for what was not trained then: it starts anew for {_some(new)}"
         )
     return notes
 

@@ -112,7 +112,8 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: S
     load_optimizer(model, optimizer, described, names, found.never_stepped)
     if UNSTEPPED in metadata.state_dict_metadata:
         optimizer.state.clear()
-    notes += describe_frozen(found.frozen, found.never_stepped)
+    known = {name for group in saved_groups for name in group["params"]}
+    notes += describe_frozen(found.frozen, [name for name in found.never_stepped if name not in known])
     notes += settle_settings(optimizer, before, given, None if given_then is None else [one.given for one in groups])
     notes += describe_differing(groups, optimizer)
     return Restored(notes=notes, groups=tuple(group.numbers for group in groups))

@@ -12,7 +12,7 @@ from ...errors import FormatError
 from ..windows import Windows
 from .blocks import BLOCK
 from .headers import EXTENSION_BYTES, MemberTable, read_members, refuse_truncation
-from .links import Placed, are_of_samples, place_links, refuse_lost
+from .links import Placed, are_of_samples, doubt_lost, place_links
 from .names import RESERVED_FIELDS, NameTable, group_names, hash_keys
 
 
@@ -22,7 +22,7 @@ class Census:
 
     ``again``: (pairs, 2) int64 ordinals of samples that seem to have one key, the next sample of it in the second
     column; ``apart``: (pairs,) bool, whether they have no field in common. ``is_linked``: members that are links were
-    passed over. ``placed`` has the links where they were not.
+    passed over. ``placed`` has the links where they were not, and ``doubt`` says which of these was left out.
     """
 
     starts: IntArray
@@ -33,6 +33,7 @@ class Census:
     apart: AnyArray = field(default_factory=lambda: np.zeros(0, bool))
     is_linked: bool = False
     placed: Placed | None = None
+    doubt: str = ""
 
 
 @dataclass(slots=True)
@@ -63,16 +64,16 @@ def take_linked_census(windows: Windows, shard: str) -> Census:
     """As ``take_census``, with links as members; all headers of the archive are held in memory for it.
 
     Raises:
-        FormatError: a link leads to nothing in the archive, too.
+        FormatError: a hard link leads to nothing in the archive, too.
     """
     ending = _Ending()
     tables = [_move(members, offset) for offset, members, _ in _read_tables(windows, shard, ending)]
     placed = place_links(_join(tables))
-    refuse_lost(placed, shard)
+    doubt = doubt_lost(placed, shard)
     table = group_names(placed.members.names)
     samples = _Samples()
     samples.add(table, placed.members, shard, 0)
-    census = replace(samples.census(windows.end), placed=placed)
+    census = replace(samples.census(windows.end), placed=placed, doubt=doubt)
     _refuse_strangers(census, ending, shard)
     return census
 

@@ -61,10 +61,10 @@ class TarFormat(BaseFormat):
         if census.is_linked:
             with self._open_windows(store, info, codec) as windows:
                 census = take_linked_census(windows, info.key)
-        doubt = ""
+        doubt = census.doubt
         if len(census.again):
             with self._open_windows(store, info, codec) as windows:
-                doubt = doubt_keys(windows, info.key, census)
+                doubt = "; ".join(filter(None, [doubt, doubt_keys(windows, info.key, census)]))
         starts, stops, counts = census.starts, census.stops, None
         if codec is not None:
             samples = len(starts)

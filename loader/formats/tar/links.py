@@ -103,8 +103,15 @@ def are_of_samples(links: Sequence[Link]) -> bool:
     return any(find_field_dot(link.name) >= 0 for link in links)
 
 
-def refuse_lost(placed: Placed, shard: str) -> None:
-    """Raise FormatError where a sample's field leads to nothing in the archive, unless that is a folder of it."""
+def doubt_lost(placed: Placed, shard: str) -> str:
+    """Say which symbolic link of a sample leads to nothing in the archive, and is left out; "" where none does.
+
+    Links to folders of the archive are no part of a sample.
+
+    Raises:
+        FormatError: a hard link does, so that the archive lacks a member.
+    """
+    doubt = ""
     names: list[bytes] | None = None
     for link in placed.lost:
         if find_field_dot(link.name) < 0:
@@ -114,12 +121,17 @@ def refuse_lost(placed: Placed, shard: str) -> None:
         if link.is_symbolic and any(name.startswith(folder) for name in names):
             continue
         kind, option = _kind(link)
-        raise FormatError(
-            shard,
-            f"member '{show_name(link.name)}' is a {kind} link to '{show_name(link.target)}', which is not in the "
-            f"shard, so its content is lost; write the shard with `tar {option}`, or without the link",
-            offset=link.record,
+        lost = (
+            f"member '{show_name(link.name)}' is a {kind} link to '{show_name(link.target)}', which is not in the shard"
         )
+        if not link.is_symbolic:
+            raise FormatError(
+                shard,
+                f"{lost}, so its content is lost; write the shard with `tar {option}`, or without the link",
+                offset=link.record,
+            )
+        doubt = doubt or f"{lost}, so it is left out; write the shard with `tar {option}` to have its content"
+    return doubt
 
 
 def join_tied(starts: IntArray, stops: IntArray, placed: Placed, shard: str) -> tuple[IntArray, IntArray, IntArray]:

@@ -11,9 +11,10 @@ import numpy as np
 from ..permutation import IntArray
 from ..plan import EpochPlan, Share, batch_bounds, share_bounds
 from ..spans import EpochSpans
+from .budget import StepBudget
 from .costs import SampleCosts, spread
 from .cuts import cut_by_cost
-from .steps import BudgetSteps, StepBudget
+from .steps import BudgetSteps
 from .walk import CostWalk
 
 _MOST_SAMPLES = 1 << 20  # that are looked at

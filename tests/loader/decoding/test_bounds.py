@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from devtools.fuzz.seeds import lossless_jpeg
 from penstock import ImageDecoder
-from penstock.benchmarks.fuzz.seeds import lossless_jpeg
 from penstock.loader.decoding.decode import field_decoder
 from penstock.loader.decoding.images.kind import image_size
 from penstock.loader.errors import DecodeError, MemoryLimitError

@@ -24,7 +24,7 @@ from penstock.loader import (
 from penstock.loader.integrations.torch_loader import TorchLoader
 from penstock.loader.order.cursors import pack_integers, unpack_integers
 from penstock.loader.order.state import LoaderState
-from penstock.loader.tools.state_file import skip_in_state
+from penstock.tools.state_file import skip_in_state
 
 EVEN = list(range(0, TOTAL, 2))
 

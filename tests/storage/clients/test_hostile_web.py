@@ -15,9 +15,9 @@ from uuid import uuid4
 
 import pytest
 
+from devtools.faults.faults import Answer, Drip
+from devtools.faults.proxy import FaultProxy
 from penstock import DistributedDataLoader
-from penstock.benchmarks.faults.faults import Answer, Drip
-from penstock.benchmarks.faults.proxy import FaultProxy
 from penstock.storage import (
     ByteRange,
     RetryConfig,

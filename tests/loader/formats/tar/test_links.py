@@ -133,19 +133,26 @@ def test_links_forward_to_long_names_and_to_members_of_no_sample_are_read(tmp_pa
         assert [row["txt"] for row in rows] == [b"shared", b"long", b"long", b"long", b"long"]
 
 
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        (("b.txt", "gone.txt", HARD), r"'b.txt' is a hard link to 'gone.txt'.*--hard-dereference"),
-        (("b.txt", "../blobs/1234", SYMBOLIC), r"'b.txt' is a symbolic link to '../blobs/1234'.*--dereference"),
-    ],
-)
-def test_a_link_to_nothing_in_the_archive_is_refused_with_what_to_do(tmp_path: Path, entry: Entry, words: str) -> None:
+def test_a_hard_link_to_nothing_in_the_archive_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    entry, words = ("b.txt", "gone.txt", HARD), r"'b.txt' is a hard link to 'gone.txt'.*--hard-dereference"
     with pytest.raises(FormatError, match=words) as refused:
         index(tmp_path, archive(("a.txt", b"1", FILE), entry))
     assert refused.value.offset == 1024
     with pytest.raises(FormatError, match=words):
         index(tmp_path, archive(entry))
+
+
+def test_a_symbolic_link_out_of_the_archive_is_left_out_and_told(tmp_path: Path) -> None:
+    data = archive(("a.txt", b"1", FILE), ("b.txt", "../blobs/1234", SYMBOLIC), ("c.txt", b"3", FILE))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "0.tar").write_bytes(data)
+    words = r"'b.txt' is a symbolic link to '../blobs/1234'.*left out.*--dereference"
+    with (
+        pytest.warns(DoubtfulDatasetWarning, match=words),
+        DistributedDataLoader(tmp_path / "data", batch_size=2, shuffle=False, decode=None) as loader,
+    ):
+        assert next(iter(loader))["txt"] == [b"1", b"3"]
+    assert [flaw.problem for flaw in verify(tmp_path / "data", progress=False).flaws if "b.txt" in flaw.problem]
 
 
 def test_links_that_are_no_part_of_a_sample_are_passed_over(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.loader.errors import ConfigError, PartitionError, StateMismatchError
 from penstock.loader.order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch
+from penstock.loader.order.costs.budget import StepBudget, TokenBudget
 from penstock.loader.order.costs.costs import Cost, SampleCosts
 from penstock.loader.order.costs.forecast import count_reads, forecast_costs
-from penstock.loader.order.costs.steps import BudgetSteps, StepBudget, TokenBudget
+from penstock.loader.order.costs.steps import BudgetSteps
 from penstock.loader.order.costs.walk import CostWalk
 from penstock.loader.order.permutation import permutation, stream_key
 from penstock.loader.order.plan import EpochPlan, Order, Share, bit_reverse

@@ -1,1 +1,0 @@
-"""Loaders that feed a GPU: ``python -m penstock.benchmarks.gpu``, or ``make gpu``."""

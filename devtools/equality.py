@@ -1,0 +1,308 @@
+"""Whether ranks train what one process trains, over all combinations of model, zero stage, ranks and accumulation.
+
+python -m devtools equality                                  # all 144, on four local ranks
+python -m devtools equality --models lm --zero 3 --ranks 4   # some
+python -m devtools equality --results benchmarks/results     # and keep what was found
+
+Each combination trains three times. In fp32 and in fp64, weights and buffers must be those of the naive loop in one
+process, but for the rounding of sums; modes of modules and generators must be equal. The third run is stopped
+half-way and resumed by a new trainer, and must end bit-equal to the unbroken one. The command fails on a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from penstock.benchmarks.machine import describe_machine, list_versions
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.options import build_config
+from penstock.trainer.ranks.world import World
+from penstock.trainer.trainer import DistributedTrainer
+
+from .arguments import make_parser
+from .equality_cases import CASES, SEED, Case, Trained, copy_buffers, digest_generators, train_naively
+
+STEPS = 6
+BOUNDS = {"fp32": 2e-6, "fp64": 1e-13}
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """One way to train one model."""
+
+    model: str
+    ranks: int
+    accumulate: int
+    zero: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The largest differences from one process, in weights and buffers, and in words what should not be."""
+
+    weights: dict[str, float]
+    buffers: dict[str, float]
+    wrong: list[str]
+
+
+def compare(combination: Combination, world: World, folder: str) -> Found:
+    """Train the combination on all ranks of ``world``, and compare; a collective. ``folder`` is empty, and everyone's.
+
+    What is found is complete on rank 0, where it is compared, and empty elsewhere.
+    """
+    case = CASES[combination.model]
+    weights, buffers, wrong = {}, {}, []
+    unbroken: Trained | None = None
+    for name, dtype in _DTYPES.items():
+        found = _train(case, dtype, combination, world, f"{folder}/{name}", steps=(STEPS,))
+        unbroken = found if name == "fp32" else unbroken
+        if world.is_first:
+            expected = _naive(combination, name)
+            weights[name] = _distance([found.weights], [expected.weights])
+            buffers[name] = _distance(found.buffers, expected.buffers)
+            for what, distance in (("weights", weights[name]), ("buffers", buffers[name])):
+                if not distance <= BOUNDS[name]:
+                    wrong.append(f"{what} differ from one process by {distance:.1e} in {name}")
+            wrong += [f"{text} differ from one process in {name}" for text in _list_other(found, expected)]
+    resumed = _train(case, torch.float32, combination, world, f"{folder}/resumed", steps=(STEPS // 2, STEPS))
+    assert unbroken is not None, "fp32 is among the formats"
+    if world.is_first:
+        for what in ("weights", "buffers"):
+            one, other = (getattr(run, what) for run in (resumed, unbroken))
+            distance = _distance(*((given if isinstance(given, list) else [given]) for given in (one, other)))
+            if distance:
+                wrong.append(f"{what} differ by {distance:.1e} after a resume")
+        wrong += [f"{text} differ after a resume" for text in _list_other(resumed, unbroken)]
+    return Found(weights=weights, buffers=buffers, wrong=wrong)
+
+
+def _train(
+    case: Case, dtype: torch.dtype, combination: Combination, world: World, folder: str, *, steps: Sequence[int]
+) -> Trained:
+    """Train with the trainer up to each of ``steps`` in turn, each time with a new model and trainer."""
+    model: nn.Module = nn.Module()
+    for until in steps:
+        options = {
+            "steps": until,
+            "seed": SEED,
+            "output_dir": folder,
+            "precision": {"dtype": "fp32"},
+            "parallel": {"zero": combination.zero},
+            "step": {"accumulate": combination.accumulate},
+            "checkpoint": {"every_steps": until if len(steps) > 1 else 0, "background": False},
+            "report": {"quiet": True},
+        }
+        model = case.model(dtype)
+        loader = case.loader(dtype, world.rank, world.world_size)
+        config = build_config(TrainerConfig, options)
+        with DistributedTrainer(model, case.make_optimizer, loader, config, loss=case.loss, world=world) as trainer:
+            trainer.train()
+            generators = digest_generators()
+    modes = {name: one.training for name, one in model.named_modules()}
+    own = (copy_buffers(model), modes, generators)
+    everyones: list[Any] = [None] * world.world_size
+    dist.all_gather_object(everyones, own)
+    weights = {
+        name: (one.full_tensor() if isinstance(one, DTensor) else one).detach()
+        for name, one in model.named_parameters()
+    }
+    return Trained(weights, *(list(parts) for parts in zip(*everyones, strict=True)))
+
+
+_naive_runs: dict[tuple[str, int, int, str], Trained] = {}  # every zero stage is compared with the same
+
+
+def _naive(combination: Combination, dtype: str) -> Trained:
+    key = (combination.model, combination.ranks, combination.accumulate, dtype)
+    if key not in _naive_runs:
+        _naive_runs.clear()
+        _naive_runs[key] = train_naively(
+            CASES[combination.model],
+            _DTYPES[dtype],
+            ranks=combination.ranks,
+            accumulate=combination.accumulate,
+            steps=STEPS,
+        )
+    return _naive_runs[key]
+
+
+def _distance(found: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, Tensor]]) -> float:
+    """The largest difference of two elements; infinite where there are other tensors, or types."""
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if one.keys() != other.keys() or any(one[name].dtype != other[name].dtype for name in one):
+            return float("inf")
+        for name in one:
+            apart = (one[name].double() - other[name].double()).abs()
+            worst = max(worst, float(apart.max()) if apart.numel() else 0.0)
+    return worst
+
+
+def _list_other(found: Trained, expected: Trained) -> Iterator[str]:
+    for rank, (one, other) in enumerate(zip(found.modes, expected.modes, strict=True)):
+        if one != other:
+            yield f"rank {rank}: modes of modules"
+    for rank, (states, others) in enumerate(zip(found.generators, expected.generators, strict=True)):
+        for name in states:
+            if states[name] != others[name]:
+                yield f"rank {rank}: {name}'s generator"
+
+
+def _run_rank(rank: int, combinations: Sequence[Combination], folder: str, end: Connection) -> None:
+    """One of the ranks: takes part in every world that is large enough; rank 0 sends what is found."""
+    torch.set_num_threads(1)
+    try:
+        for size, group in itertools.groupby(combinations, key=lambda one: one.ranks):
+            if rank >= size:
+                continue
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
+            world = World(
+                rank=rank,
+                world_size=size,
+                local_rank=rank,
+                local_world_size=size,
+                node_rank=0,
+                num_nodes=1,
+                device=torch.device("cpu"),
+                backend="gloo",
+            )
+            for combination in group:
+                number = combinations.index(combination)
+                found = compare(combination, world, f"{folder}/{number}")
+                if rank == 0:
+                    end.send((number, found))
+            dist.destroy_process_group()
+    except BaseException:
+        end.send((rank, traceback.format_exc()))
+        raise
+    finally:
+        end.close()
+
+
+def run_all(combinations: Sequence[Combination]) -> Iterator[tuple[Combination, Found]]:
+    """Train and compare each combination, on ranks that are processes of this machine.
+
+    Raises:
+        RuntimeError: a rank failed; the message has its stack.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ends, processes = [], []
+        for rank in range(max(one.ranks for one in combinations)):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_run_rank, args=(rank, combinations, folder, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        try:
+            yield from _receive(combinations, ends)
+        finally:
+            for process in processes:
+                process.terminate()
+                process.join()
+
+
+def _receive(combinations: Sequence[Combination], ends: Sequence[Connection]) -> Iterator[tuple[Combination, Found]]:
+    opened, received = list(ends), 0
+    while opened:
+        for end in wait(opened):
+            assert isinstance(end, Connection)
+            try:
+                number, found = end.recv()
+            except EOFError:
+                opened.remove(end)
+                continue
+            if isinstance(found, str):
+                raise RuntimeError(f"rank {number} failed after {received} combinations:\n{found}")
+            received += 1
+            yield combinations[number], found
+    if received < len(combinations):
+        raise RuntimeError(f"a rank died after {received} combinations of {len(combinations)}")
+
+
+def list_combinations(given: argparse.Namespace) -> list[Combination]:
+    """All combinations that are asked for; those of one world, and of one naive run, one after another."""
+    return [
+        Combination(model=model, ranks=ranks, accumulate=accumulate, zero=zero)
+        for ranks, model, accumulate, zero in itertools.product(
+            sorted(set(given.ranks)), given.models, given.accumulate, given.zero
+        )
+    ]
+
+
+def write_results(path: Path, rows: Sequence[tuple[Combination, Found]], seconds: float) -> None:
+    """Write what was found, with the command, date and machine."""
+    result = {
+        "command": f"python -m devtools equality {shlex.join(sys.argv[1:])}".strip(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": list_versions(),
+        "seconds": round(seconds),
+        "steps": STEPS,
+        "bounds": BOUNDS,
+        "worst": _worst(rows),
+        "rows": [asdict(combination) | asdict(found) for combination, found in rows],
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _worst(rows: Sequence[tuple[Combination, Found]]) -> dict[str, float]:
+    return {dtype: max(max(one.weights[dtype], one.buffers[dtype]) for _, one in rows) for dtype in _DTYPES}
+
+
+def format_row(combination: Combination, found: Found) -> str:
+    """One line of the table."""
+    numbers = "".join(f"{found.weights[dtype]:>9.1e}{found.buffers[dtype]:>9.1e}" for dtype in _DTYPES)
+    return (
+        f"{combination.model:<11}{combination.ranks:>5}{combination.accumulate:>11}{combination.zero:>5}"
+        f"{numbers}  {'; '.join(found.wrong) or 'equal'}"
+    )
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--zero", nargs="+", type=int, choices=range(4), default=list(range(4)))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--results", type=Path, help="write equality.json into this folder")
+    combinations = list_combinations(given := parser.parse_args())
+    print(f"{'':<32}{'fp32, largest':>18}{'fp64, largest':>18}")
+    print(
+        f"{'model':<11}{'ranks':>5}{'accumulate':>11}{'zero':>5}{'weights':>9}{'buffers':>9}{'weights':>9}{'buffers':>9}"
+    )
+    started, rows = time.monotonic(), []
+    for combination, found in run_all(combinations):
+        rows.append((combination, found))
+        print(format_row(combination, found), flush=True)
+    wrong = sum(bool(found.wrong) for _, found in rows)
+    worst = ", ".join(f"{distance:.1e} in {dtype}" for dtype, distance in _worst(rows).items())
+    print(f"{len(rows)} combinations in {time.monotonic() - started:.0f} s, {wrong} of them wrong; at most {worst}")
+    if given.results is not None:
+        write_results(given.results / "equality.json", rows, time.monotonic() - started)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

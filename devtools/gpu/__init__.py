@@ -1,0 +1,1 @@
+"""Loaders that feed a GPU: ``python -m devtools gpu``, or ``make gpu``."""

@@ -1,1 +1,0 @@
-"""Tools for whole data sets: pack, verify, inspect, audit."""
