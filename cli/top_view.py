@@ -236,7 +236,9 @@ def _tell_tuning(ranks: Sequence[RankStatus]) -> str:
     now = [one.recent.get(name, 0) for name in ("fetch_threads", "decode_threads", "read_ahead_bytes")]
     if not all(isinstance(number, int) for number in now):
         return ""
-    held = f"{format_count(now[0], 'fetch thread')}, {format_count(now[1], 'decode thread')}, {_bytes(now[2])} ahead"
+    held = (
+        f"{format_count(now[0], 'fetch thread')}, {format_count(now[1], 'decode thread')}, up to {_bytes(now[2])} ahead"
+    )
     return f"Loader of rank {one.rank}: {held}. Tuning: {one.recent['tuning']}."
 
 

@@ -21,6 +21,8 @@ from ..reading.fetch_queue import SERVED
 
 _AUTO_MEMORY_SHARE = 0.4  # of what all of the node's ranks together may use
 _AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
+# Of a small data set, tuning begins with a few epochs, which hold more than a training loop asks for between two looks.
+_EPOCHS_AHEAD, _LEAST_AHEAD_BYTES = 4, 32 << 20
 # A span takes rows from most open chunks: of large rows it holds more bytes, so that it takes several rows from each.
 _SPAN_BYTES, _MOST_SPAN_BYTES, _SPAN_ROWS = 8 << 20, 32 << 20, 1024
 # Chunks that are fetched at a time at first: of a disk; of a store that answers at once; and of any store at most.
@@ -132,6 +134,7 @@ def tune(
         share = int(_AUTO_MEMORY_SHARE * usable_memory() / local_world_size())
         memory_limit = min(share, 2 * open_bytes + _AHEAD_BYTES)
     _refuse_endless(manifest, max(memory_limit, ALWAYS_BYTES))
+    held_bytes = int(manifest.memory.sum())
     batch_budget = memory_limit // 4
     chunk_budget = memory_limit - batch_budget
     if open_bytes > chunk_budget:
@@ -149,7 +152,7 @@ def tune(
         fetch_threads=fetch_threads or first_fetch_threads(is_local, response_s, int(manifest.lengths.mean())),
         most_fetch_threads=_MOST_LOCAL_FETCHES if is_local else _MOST_FETCHES,
         decode_threads=threads,
-        read_ahead_bytes=min(read_ahead or chunk_budget, chunk_budget),
+        read_ahead_bytes=min(read_ahead or max(_LEAST_AHEAD_BYTES, _EPOCHS_AHEAD * held_bytes), chunk_budget),
         memory_limit_bytes=memory_limit,
         chunk_budget_bytes=chunk_budget,
         header_budget_bytes=memory_limit // 8,

@@ -6,9 +6,9 @@ Everything is escaped and bounded in size, and nothing here raises: a notebook s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from ..decoding.byte_views import ByteViews
 from .describe import clip, describe_value
@@ -61,9 +61,12 @@ class ShownDataset(Protocol):
     """Samples by index, each with a sample id."""
 
     @property
-    def ids(self) -> Sequence[int]: ...
+    def ids(self) -> Iterable[int]: ...
     def __len__(self) -> int: ...
+    @overload
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> ShownDataset: ...
 
 
 def dataset_html(dataset: ShownDataset) -> str:

@@ -58,7 +58,7 @@ def test_what_the_loader_tunes_of_itself_stands_below(folder: Path, capsys: pyte
     write(folder, 0, recent={**recent, "tuning": "at rest: the training loop is the limit"})
     write(folder, 1, recent=recent, seconds={"fetch": 5.0, "forward": 2.0})
     text, _ = look(capsys, folder)
-    assert f"Loader of rank 1: 8 fetch threads, 1 decode thread, 64.0 MiB ahead. Tuning: {why}." in text
+    assert f"Loader of rank 1: 8 fetch threads, 1 decode thread, up to 64.0 MiB ahead. Tuning: {why}." in text
 
 
 def test_silent_ranks_failed_ranks_and_those_on_other_disks_are_named(

@@ -46,6 +46,16 @@ def test_auto_follows_what_the_order_keeps_open() -> None:
     assert options(None, lanes=16).chunk_budget_bytes > options(None, lanes=4).chunk_budget_bytes
 
 
+def test_of_a_small_data_set_some_epochs_are_read_ahead_at_first_and_of_a_large_one_what_fits() -> None:
+    assert options(None).read_ahead_bytes == 32 << 20  # 40 chunks of 7,000 bytes
+    assert options(8 << 20).read_ahead_bytes == 6 << 20
+    large = make_manifest([[10_000_000] * 40])
+    tuned = tune(
+        large, Order(lanes=4, window=2), world_size=1, memory_limit=1 << 30, threads=1, is_local=True, device=None
+    )
+    assert tuned.read_ahead_bytes == tuned.chunk_budget_bytes
+
+
 def test_remote_stores_are_asked_by_more_threads_than_local_ones() -> None:
     assert options(8 << 20, is_local=False).fetch_threads > options(8 << 20).fetch_threads
 
