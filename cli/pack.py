@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -212,16 +212,13 @@ def _source_format(given: PackArguments) -> ShardFormat | str | None:
 
 def import_function(path: str, option: str) -> Callable[..., Any]:
     """Import the function ``module:name``; modules in the current folder are found, by processes started later too."""
-    module, mark, name = path.partition(":")
-    if not mark:
+    if ":" not in path:
         raise ConfigError(f"{option} {path}: write it as module:name")
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as exc:
+        found: Any = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as exc:
         raise ConfigError(f"{option} {path}: {exc}") from exc
     finally:
         sys.path.remove(here)

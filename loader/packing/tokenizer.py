@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
+import pkgutil
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,14 +151,10 @@ def _find(given: str | os.PathLike[str]) -> Any:
 
 
 def _import(name: str) -> Any:
-    module, _, attribute = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError) as exc:
         raise ConfigError(f"tokenizer={name!r}: cannot be imported: {exc}") from exc
-    return found
 
 
 def _fetch(kind: Any, url: str) -> Any:

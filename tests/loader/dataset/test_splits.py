@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
 import json
@@ -11,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from fake_hub import FakeHub
 from fsspec.utils import glob_translate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -285,33 +283,6 @@ def test_objects_and_paths_with_brackets_in_their_names_are_still_read(bucket: B
     (folder / "a.parquet").write_bytes(parquet(0))
     assert open_manifest(folder).num_samples == open_manifest(folder / "a.parquet").num_samples == 10
     assert open_manifest(str(tmp_path / "**" / "*.parquet")).num_samples == 10
-
-
-class FakeHub(MemoryFileSystem):
-    """As the hub's file system: paths are datasets/ORG/NAME/FILE, and files have a blob_id."""
-
-    protocol = "hf"
-    store: dict[str, Any] = {}  # noqa: RUF012 - the base class keeps it so
-    pseudo_dirs = [""]  # noqa: RUF012
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return "/" + path.removeprefix("hf://").strip("/") if path.strip("/") else ""
-
-    def find(self, path: str, detail: bool = False, **options: Any) -> Any:
-        found = super().find(path, detail=True, **options)
-        return {name: self.info(name) for name in found} if detail else list(found)
-
-    def info(self, path: str, **options: Any) -> dict[str, Any]:
-        found = super().info(path, **options)
-        return {**found, "blob_id": "b"} if found["type"] == "file" else found
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "hf", FakeHub)
-    yield fsspec.filesystem("hf")
-    FakeHub.store.clear()
 
 
 def test_a_data_set_of_the_hub_is_opened_by_split_and_glob(hub: FakeHub) -> None:
