@@ -302,7 +302,8 @@ def test_processes_end_with_the_one_that_started_them(rows: Path, tmp_path: Path
 def python_path() -> str:
     """With which another process finds what this module imports, and this module."""
     folder = Path(__file__).parent
-    return os.pathsep.join([*map(str, (folder, *folder.parents[:2])), os.environ.get("PYTHONPATH", "")])
+    folders = (folder, folder.parent, folder.parent / "loader")
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
