@@ -28,12 +28,15 @@ from started_threads import begin_test
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker: torch's threads on busy cores wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and nohup has them ignore the end of a terminal;
+# A shell that runs the tests in the background has them ignore what the keyboard sends, and nohup the end of a terminal;
 # so would the processes that they start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # Shared machines stall now and then: an example is judged by its result, a hanging test by its time-out.
 settings.register_profile("penstock", deadline=None)
