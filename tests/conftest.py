@@ -28,8 +28,8 @@ from started_threads import begin_test
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker: torch's threads on busy cores wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that runs the tests in the background has them ignore what the keyboard sends, and nohup the end of a terminal;
-# so would the processes that they start.
+# A shell that runs the tests in the background has them ignore what the keyboard sends, and nohup the end of a
+# terminal; so would the processes that they start.
 for _number, _handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),
