@@ -92,8 +92,8 @@ def show_report(report: AuditReport) -> None:
     if any(account.stray for account in report.epochs):
         screen.print("samples from outside of the subset were delivered", style="red")
     elif report.is_exact and shown:
-        told = " and ".join(f"{counts[name]:,} {_RARE[name]}" for name in shown)
-        screen.print(f"every sample reached was delivered exactly once, but for {told}", style="green")
+        counted = " and ".join(f"{counts[name]:,} {_RARE[name]}" for name in shown)
+        screen.print(f"every sample reached was delivered exactly once, but for {counted}", style="green")
     elif report.is_exact:
         screen.print("every sample reached was delivered exactly once", style="green")
     else:
@@ -119,6 +119,6 @@ def _show_mixture(screen: Console, account: MixtureAccount) -> None:
         screen.print("samples are missing or were delivered more than once in an epoch of their source", style="red")
     else:
         counts = {"skipped": account.skipped, **counts}
-        told = [f"{count:,} {_RARE[name]}" for name, count in counts.items() if count]
-        but = f", but for {' and '.join(told)}" if told else ""
+        counted = [f"{count:,} {_RARE[name]}" for name, count in counts.items() if count]
+        but = f", but for {' and '.join(counted)}" if counted else ""
         screen.print(f"every sample was delivered exactly once in each epoch of its source{but}", style="green")

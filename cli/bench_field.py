@@ -122,9 +122,9 @@ def run(arguments: Sequence[str]) -> int:
     if given.again:
         report.unlink(missing_ok=True)
     data = given.data or cache_home() / "bench-data"
-    with _ending_in_order(), _progress(len(cells_of(config))) as told:
+    with _ending_in_order(), _progress(len(cells_of(config))) as progress:
         found = run_field(
-            config, data=data, report=report, command=_command(given), told=told, calibrate=given.calibrate
+            config, data=data, report=report, command=_command(given), progress=progress, calibrate=given.calibrate
         )
     return _show(found, report, given)
 

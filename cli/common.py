@@ -1,4 +1,4 @@
-"""What the commands share: argument parsing, storage options, and what ``screen`` prints."""
+"""Shared parts of the commands: argument parsing, storage options, and output through ``screen``."""
 
 from __future__ import annotations
 

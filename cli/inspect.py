@@ -153,7 +153,7 @@ def _sizes(spread: Spread) -> tuple[str, ...]:
 
 
 def can_draw(screen: Console) -> bool:
-    """Whether the output is a terminal with enough colours for pictures."""
+    """Return whether the output is a terminal with enough colours for pictures."""
     return screen.is_terminal and screen.color_system in ("truecolor", "256")
 
 

@@ -73,23 +73,23 @@ def run(arguments: Sequence[str]) -> int:
     forecasts = [each for each in columns if isinstance(each, Forecast)]
     if not forecasts and (first := next((each for each in columns if isinstance(each, _Refused)), None)):
         raise first.error
-    told: dict[int, CostForecast | str] = {}
+    forecasts_of: dict[int, CostForecast | str] = {}
     if costs is not None:
         shown = partial(costs_of_run, chunks.samples, costs, shuffle=given.shuffle, batch_tokens=given.batch_tokens)
-        told = {each.world_size: shown(each) for each in forecasts}
+        forecasts_of = {each.world_size: shown(each) for each in forecasts}
     if given.json:
-        print_json([_plain(each, told) for each in columns])
+        print_json([_plain(each, forecasts_of) for each in columns])
         return 0
     _report(given, name, columns, forecasts)
-    if told:
-        report_costs(given.cost or "", list(told.values()))
+    if forecasts_of:
+        report_costs(given.cost or "", list(forecasts_of.values()))
     return 0
 
 
-def _plain(each: Forecast | _Refused, told: dict[int, CostForecast | str]) -> dict[str, Any]:
+def _plain(each: Forecast | _Refused, forecasts_of: dict[int, CostForecast | str]) -> dict[str, Any]:
     if not isinstance(each, Forecast):
         return each.to_dict()
-    found = told.get(each.world_size)
+    found = forecasts_of.get(each.world_size)
     return dataclasses.asdict(each) | (
         {} if found is None else {"costs": found.to_dict() if isinstance(found, CostForecast) else {"error": found}}
     )
@@ -131,7 +131,7 @@ _LAST = {"drop": "left out of an epoch", "pad": "repeated to fill up an epoch", 
 
 
 def _last_samples(last_batch: str, f: Forecast) -> str:
-    """What ``--last-batch`` does to the samples that do not fill a global batch."""
+    """Describe what ``--last-batch`` does to the samples that do not fill a global batch."""
     if last_batch == "drop":
         return f"{f.samples_left_out:,}"
     if last_batch == "pad":

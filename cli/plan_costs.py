@@ -46,7 +46,7 @@ def open_named_costs(given: SourceArguments, name: str) -> SampleCosts:
 def costs_of_run(
     chunk_samples: IntArray, costs: SampleCosts, run: Forecast, *, shuffle: bool, batch_tokens: int | None
 ) -> CostForecast | str:
-    """What the costs will do to a run, or why there can be no such run."""
+    """Forecast the costs of a run, or explain why there can be no such run."""
     if run.samples < run.global_batch_size:
         return f"on {run.world_size:,} ranks no batch is full"
     order = Order(seed=0, shuffle=shuffle, lanes=run.lanes, window=run.window, piece=run.piece)
@@ -54,8 +54,8 @@ def costs_of_run(
     size = run.global_batch_size
     bucketed = add_buckets(order, Bucket(), costs, global_batch_size=size, window_samples=window)
     try:
-        told = None if batch_tokens is None else TokenBudget(tokens=batch_tokens)
-        budget = None if told is None else StepBudget.of(told, costs, run.world_size)
+        forecasts = None if batch_tokens is None else TokenBudget(tokens=batch_tokens)
+        budget = None if forecasts is None else StepBudget.of(forecasts, costs, run.world_size)
     except PartitionError as exc:
         return in_option_words(str(exc))
     return forecast_costs(
@@ -69,15 +69,15 @@ def costs_of_run(
     )
 
 
-def report_costs(name: str, told: Sequence[CostForecast | str]) -> None:
+def report_costs(name: str, forecasts: Sequence[CostForecast | str]) -> None:
     """Print a column for each number of ranks, and why others have none."""
     screen = console()
-    found = [each for each in told if isinstance(each, CostForecast)]
+    found = [each for each in forecasts if isinstance(each, CostForecast)]
     screen.print()
     if found:
         rows = (*_ROWS, *(_BUDGET_ROWS if found[0].budget_batches is not None else ()))
         labels = [f"costs {name!r}, ranks", *(label for label, _ in rows)]
         print_columns(screen, labels, [[f"{c.world_size:,}", *(show(c) for _, show in rows)] for c in found])
-    for reason in dict.fromkeys(each for each in told if isinstance(each, str)):
+    for reason in dict.fromkeys(each for each in forecasts if isinstance(each, str)):
         for line in wrapped(f"costs {name!r}: {reason}", screen.width):
             screen.print(line)

@@ -1,4 +1,4 @@
-"""What ``penstock plan`` is about: the chunks of a data set, existing or made up, and the order of a run over them."""
+"""Inputs of ``penstock plan``: the chunks of a data set, existing or made up, and the order of a run over them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_count(text: str, option: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDataArguments(SourceArguments):
-    """What a run is over, and how it is cut."""
+    """Data of a run, and how it is cut."""
 
     source: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE ...]", help_behavior_hint="")
@@ -103,7 +103,7 @@ class Chunks:
     shards: int
 
     def part(self, subset: Subset) -> Chunks:
-        """What a subset has of the chunks; those of which it has nothing are never read."""
+        """Keep a subset's part of the chunks; chunks without any of it are never read."""
         counts = Selection(self.samples, subset).counts
         used = counts > 0
         return Chunks(counts[used], self.bytes[used], self.memory[used], self.shards)

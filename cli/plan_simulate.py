@@ -125,8 +125,8 @@ def run_simulation(given: SimulationArguments) -> int:
     if not found:
         raise refused[0][1]
     if given.json:
-        told = [each.to_dict() for each in found]
-        print_json(told + [{"world_size": each, "error": in_option_words(str(exc))} for each, exc in refused])
+        rows = [each.to_dict() for each in found]
+        print_json(rows + [{"world_size": each, "error": in_option_words(str(exc))} for each, exc in refused])
     else:
         _report(name, facts, found, refused)
     return 0

@@ -1,4 +1,4 @@
-"""What commands print: facts, tables that fit, numbers; names from data sets never reach the terminal as commands."""
+"""Output of commands: facts, tables that fit, numbers; names from data sets cannot send commands to the terminal."""
 
 from __future__ import annotations
 

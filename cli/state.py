@@ -97,8 +97,8 @@ def run(arguments: Sequence[str]) -> int:
         raise SystemExit(0)
     if name not in commands:
         meant = did_you_mean(name, commands) if name else ""
-        told = f"penstock state: no command {name!r}{meant}" if name else "penstock state: show or skip?"
-        print(f"{told}\n\n{_USAGE}", end="", file=sys.stderr)
+        problem = f"penstock state: no command {name!r}{meant}" if name else "penstock state: show or skip?"
+        print(f"{problem}\n\n{_USAGE}", end="", file=sys.stderr)
         return 2
     commands[name](rest)
     return 0

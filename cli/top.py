@@ -107,7 +107,7 @@ class Looker:
         self._rates: dict[int, deque[float]] = {}
 
     def look(self) -> View:
-        """What there is to see."""
+        """Read the current view."""
         folder = self._folder
         ranks = read_ranks(folder)
         silent_s = self._silence.note(ranks)
@@ -127,7 +127,7 @@ class Looker:
 
 
 def _look_once(folder: Path) -> View:
-    """What there is to see. Hosts' clocks differ: a rank that is silent by them gets the time to write another file."""
+    """Read the folder once. A rank that is silent by a skewed clock gets the time to write another file."""
     looker = Looker(folder)
     view = looker.look()
     periods_s = [one.every_s for one in view.ranks if one.rank in view.survey.stale]
@@ -139,7 +139,7 @@ def _look_once(folder: Path) -> View:
 
 
 def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
-    """Why nobody trains here, and where a new start goes on."""
+    """Explain why no rank trains here, and where a new start would resume."""
     path = folder / "metrics.jsonl"
     failed = find_failed(ranks)
     if failed is not None:
@@ -153,15 +153,15 @@ def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
         then = "nothing is saved" if one.resumes_at is None else f"a new start resumes at step {one.resumes_at:,}"
         of = f" of {one.total_steps:,}" if one.total_steps else ""
         return f"Stopped by {one.stopped_by} after step {one.step:,}{of}; {then}."
-    told = describe_state(read_run(path), time.time(), ago="ago") if path.is_file() else ""
+    ending = describe_state(read_run(path), time.time(), ago="ago") if path.is_file() else ""
     if found.stale:
         return (
             f"No rank has told of itself for {min(found.stale.values()):.0f} s: the run was ended by force, or its "
-            f"nodes or their disk hang. {told}"
+            f"nodes or their disk hang. {ending}"
         ).rstrip()
     if not ranks:
-        return f"No rank tells of itself here: report.status_s is off, or they write elsewhere. {told}".rstrip()
-    return told or "The run has ended."
+        return f"No rank tells of itself here: report.status_s is off, or they write elsewhere. {ending}".rstrip()
+    return ending or "The run has ended."
 
 
 def _watch(path: Path) -> None:
@@ -196,7 +196,7 @@ def _describe_wait(path: Path) -> str:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether there is a run to look at. A file that is none is told of at once, as an error."""
+    """Return whether there is a run to show. A path that cannot be one is an error at once."""
     return path.is_file() or (path / FOLDER).is_dir() or (path / "metrics.jsonl").is_file()
 
 

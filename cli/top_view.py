@@ -1,4 +1,4 @@
-"""What ``penstock top`` shows: a line on the run, a row a rank, and what to do."""
+"""View of ``penstock top``: a line on the run, a row a rank, and advice."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ _UNSEEN = "They have not begun, or write to the disk of their own node; run `pen
 
 
 def _tell_tuning(ranks: Sequence[RankStatus]) -> str:
-    """What the loader of the rank that waits most has changed of itself, and why."""
+    """Describe and explain the latest tuning by the loader of the rank that waits most."""
     tuned = [one for one in ranks if isinstance(one.recent.get("tuning"), str) and one.recent["tuning"]]
     if not tuned:
         return ""

@@ -47,7 +47,7 @@ def options_of(kind: type) -> list[str]:
 
 
 def docstring(kind: type) -> str:
-    """What was written of a dataclass; nothing under -OO, where ``__doc__`` is a signature, made when the class was."""
+    """Docstring of a dataclass; empty under -OO, where ``__doc__`` is the generated signature."""
     return kind.__doc__ or "" if sys.flags.optimize < 2 else ""
 
 

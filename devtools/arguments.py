@@ -32,7 +32,7 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def program() -> str:
-    """What was typed: ``python -m devtools`` and the case, or the file's name."""
+    """Program as it was typed: ``python -m devtools`` and the case, or the file's name."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return Path(sys.argv[0]).name

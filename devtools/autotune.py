@@ -45,7 +45,7 @@ _MEMORY = "256MiB"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How long to read what, and where to put results and plot."""
+    """Cases and durations of the measurement, and where results and plot go."""
 
     cases: tuple[Case, ...] = CASES
     rounds: int = 3
@@ -73,7 +73,7 @@ def open_loader(case: str, url: str, **options: Any) -> DistributedDataLoader[An
 
 
 def read(case: str, url: str, seconds: float, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the loader had handed out at about four moments a second, and its settings then."""
+    """Read, and return the batches handed out and the loader's settings at about four moments a second."""
     trace: list[dict[str, Any]] = []
     with open_loader(case, url, **options) as loader:
         started, samples, noted_s = time.perf_counter(), 0, 0.0
@@ -170,7 +170,7 @@ def rate_after(trace: list[dict[str, Any]], start_s: float, stop_s: float = floa
 
 
 def reached_s(trace: list[dict[str, Any]], wanted: float) -> float | None:
-    """When the mean of the next seconds was first as high as ``wanted``."""
+    """Time when the mean of the next seconds first reached ``wanted``; None if it never did."""
     for point in trace:
         if (
             point["at_s"] + _OVER_S <= trace[-1]["at_s"]

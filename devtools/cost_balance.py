@@ -1,4 +1,4 @@
-"""What costs do for ranks and padding: log-normal lengths, 4 to 64 ranks, equal shares beside shares cut by cost.
+"""Measure what costs do for ranks and padding: log-normal lengths, 4 to 64 ranks, equal shares against cut ones.
 
 python -m devtools cost_balance [RESULT.json]
 
@@ -54,7 +54,7 @@ def measure(world_size: int) -> dict[str, Any]:
     window = float(order.window * sizes[0])
     bucketed = add_buckets(order, Bucket(), linear, global_batch_size=size, window_samples=window)
     plans = EpochPlan(sizes, order, 0), plan_epoch(sizes, bucketed, 0, None, linear)
-    told: dict[str, Any] = {"world_size": world_size, "lanes": lanes, "window": order.window}
+    row: dict[str, Any] = {"world_size": world_size, "lanes": lanes, "window": order.window}
     for name, costs in (("linear", linear), ("quadratic", quadratic)):
         found = forecast_costs(
             *plans,
@@ -64,7 +64,7 @@ def measure(world_size: int) -> dict[str, Any]:
             bucket=(bucketed.run * lanes, bucketed.pool * lanes),
             budget=StepBudget.of(TokenBudget(tokens=_TOKENS), linear, world_size) if costs is linear else None,
         )
-        told[name] = asdict(found)
+        row[name] = asdict(found)
     ways = {
         "equal": (plans[0], None),
         "by_cost": (plans[0], linear),
@@ -72,10 +72,10 @@ def measure(world_size: int) -> dict[str, Any]:
         "bucketed_by_cost": (plans[1], linear),
     }
     for name, (plan, cut_by) in ways.items():
-        told[f"plan_us_a_step_{name}"] = _time_planning(plan, world_size, size, cut_by)
+        row[f"plan_us_a_step_{name}"] = _time_planning(plan, world_size, size, cut_by)
         if world_size in _READ_WORLDS:
-            told[f"reads_{name}"] = count_reads(plan, world_size=world_size, global_batch_size=size, costs=cut_by)
-    return told
+            row[f"reads_{name}"] = count_reads(plan, world_size=world_size, global_batch_size=size, costs=cut_by)
+    return row
 
 
 def _time_planning(plan: EpochPlan, world_size: int, size: int, costs: SampleCosts | None) -> float:

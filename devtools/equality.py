@@ -1,4 +1,4 @@
-"""Whether ranks train what one process trains, over all combinations of model, zero stage, ranks and accumulation.
+"""Compare training on ranks with one process, over all combinations of model, zero stage, ranks and accumulation.
 
 python -m devtools equality                                  # all 144, on four local ranks
 python -m devtools equality --models lm --zero 3 --ranks 4   # some

@@ -199,7 +199,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves: weights, and of each rank buffers, modules' modes and a digest of each generator."""
+    """Result of a training: weights, and for each rank buffers, modules' modes and a digest of each generator."""
 
     weights: dict[str, Tensor]
     buffers: list[dict[str, Tensor]]

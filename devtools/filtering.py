@@ -1,7 +1,7 @@
-"""What dropping half of the samples costs.
+"""Measure what dropping half of the samples costs.
 
-Each pass is one epoch from local disk. Those that drop and those that deliver all take turns, each first in every other
-round, so that what else the machine does falls on both.
+Each pass is one epoch from local disk. Passes that drop and passes that deliver all alternate, and so does which is
+first, so that other work of the machine slows both.
 """
 
 from __future__ import annotations

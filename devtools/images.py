@@ -1,4 +1,4 @@
-"""Where the time of an image goes: codec, resampling, the rest of ImageDecoder, and the loader around it.
+"""Measure the parts of an image's time: codec, resampling, the rest of ImageDecoder, and the loader around it.
 
 python -m devtools images --out benchmarks/results/images.json
 """

@@ -1,4 +1,4 @@
-"""How long a prefix of many small shards takes to index: by one process, and by ranks that open it together.
+"""Measure how long a prefix of many small shards takes to index: by one process, and by ranks that open it together.
 
 python -m devtools indexing --shards 100000 --latency-ms 30 --ranks 1 4 --results benchmarks/results
 """

@@ -50,7 +50,7 @@ _TRACED = 8
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What this process holds: bytes of memory, with its children's, and numbers of the rest."""
+    """Resources of this process: bytes of memory, with its children's, and numbers of the rest."""
 
     memory_bytes: int
     threads: int
@@ -90,7 +90,7 @@ def _resident(process: int) -> int:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether an entry of /dev/shm names this process, or is of this user and about as old: others run here too."""
+    """Return whether an entry of /dev/shm names this process, or is this user's and about as old."""
     with suppress(OSError):
         status = path.stat()
         return status.st_uid == os.geteuid() and str(os.getpid()) in path.name
@@ -98,7 +98,7 @@ def _is_own(path: Path) -> bool:
 
 
 def find_leaks(counts: list[Count]) -> list[str]:
-    """What grew after the first tenths, in words. Threads and the like may not grow at all, memory by a little."""
+    """Describe what grew after the first tenths. Threads and the like may not grow at all, memory by a little."""
     first, last = counts[_WARM], counts[-1]
     grown = []
     for name, before in asdict(first).items():
@@ -204,7 +204,7 @@ def forks(url: str, options: Options, **more: Any) -> Round:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How a case's rounds are made, whether they count as epochs or cycles, from where it reads, and with what."""
+    """Case: how its rounds are made, whether they count as epochs or cycles, its source and its options."""
 
     start: Callable[..., Round]
     rounds: str

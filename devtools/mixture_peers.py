@@ -1,4 +1,4 @@
-"""Other loaders' mixtures of two sources of raw samples, as their manuals show them. Run by any Python that has them:
+"""Other loaders' mixtures of two sources of raw samples, as their manuals show them, for any Python that has them.
 
 python mixture_peers.py litdata write FOLDER SAMPLES
 python mixture_peers.py litdata read FOLDER SAMPLES

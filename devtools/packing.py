@@ -1,4 +1,4 @@
-"""How fast ready tokens are packed, and how full sequences get, by the number of documents that are packed together.
+"""Measure how fast ready tokens are packed, and how full sequences get, by the number of documents packed together.
 
 python -m devtools packing --out benchmarks/results/packing.json
 """

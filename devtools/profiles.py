@@ -1,8 +1,8 @@
-"""Where the time of a first pass goes, in two checkouts.
+"""Profile where the time of a first pass goes, in two checkouts.
 
 py-spy samples first passes, each in a process of its own, the checkouts in turn. A sample of a thread that runs is
 charged to the stage of its innermost frame in penstock, and the samples are scaled to the CPU time that the same passes
-take when nobody looks: what stands in the table is CPU time, split by samples.
+take unobserved: the table shows CPU time, split by samples.
 """
 
 from __future__ import annotations
@@ -169,10 +169,10 @@ def _measure(config: Config, sides: Mapping[str, Path]) -> dict[str, dict[str, A
                         timed.setdefault((case, side), []).append(pass_)
                         seen = _sample(sides[side], case, url, folder)
                         stacks.setdefault((case, side), Counter()).update(seen)
-    return {case: {side: _told(stacks[case, side], timed[case, side]) for side in sides} for case in config.cases}
+    return {case: {side: _summarise(stacks[case, side], timed[case, side]) for side in sides} for case in config.cases}
 
 
-def _told(stacks: Stacks, timed: list[dict[str, float]]) -> dict[str, Any]:
+def _summarise(stacks: Stacks, timed: list[dict[str, float]]) -> dict[str, Any]:
     cpu_us = statistics.median(each["cpu_us_per_sample"] for each in timed)
     return {
         "samples_per_s": statistics.median(each["samples_per_s"] for each in timed),

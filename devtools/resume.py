@@ -122,13 +122,13 @@ def mid_epoch(case: str, folder: Path) -> dict[str, Any]:
 
 def summarise(fresh: list[dict[str, float]], resumed: list[dict[str, float]]) -> dict[str, Any]:
     """Quartiles of each quantity, and the ratio of the medians of the seconds."""
-    told: dict[str, Any] = {
+    timing: dict[str, Any] = {
         name: {unit: np.percentile([one[unit] for one in found], (25, 50, 75)).tolist() for unit in _UNITS}
         for name, found in (("fresh", fresh), ("resumed", resumed))
     }
-    told["ratio"] = told["resumed"]["first_batch_s"][1] / told["fresh"]["first_batch_s"][1]
-    told["cpu_ratio"] = told["resumed"]["cpu_s"][1] / told["fresh"]["cpu_s"][1]
-    return told
+    timing["ratio"] = timing["resumed"]["first_batch_s"][1] / timing["fresh"]["first_batch_s"][1]
+    timing["cpu_ratio"] = timing["resumed"]["cpu_s"][1] / timing["fresh"]["cpu_s"][1]
+    return timing
 
 
 def main(config: Config) -> None:
@@ -162,11 +162,11 @@ def main(config: Config) -> None:
                             of_case.setdefault(kind, []).append(measured)
     summary = {name: summarise(found["fresh"], found["resumed"]) for name, found in starts.items()}
     print(f"first batch, seconds:  {'fresh (quartiles)':>21}  {'resumed (quartiles)':>21}   ratio   of CPU")
-    for name, told in sorted(summary.items()):
+    for name, timing in sorted(summary.items()):
         fresh, resumed = (
-            "{1:.3f} ({0:.3f}-{2:.3f})".format(*told[kind]["first_batch_s"]) for kind in ("fresh", "resumed")
+            "{1:.3f} ({0:.3f}-{2:.3f})".format(*timing[kind]["first_batch_s"]) for kind in ("fresh", "resumed")
         )
-        print(f"  {name:20} {fresh:>21}  {resumed:>21}  {told['ratio']:6.2f}  {told['cpu_ratio']:7.2f}")
+        print(f"  {name:20} {fresh:>21}  {resumed:>21}  {timing['ratio']:6.2f}  {timing['cpu_ratio']:7.2f}")
     if config.out is not None:
         machine = {"cores": os.cpu_count(), "load": os.getloadavg()}
         command = " ".join(["python -m devtools resume", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""What a large data set costs before the first batch: listing, indexing, opening again, planning; in time and memory.
+"""Measure a large data set's costs before the first batch: listing, indexing, reopening, planning; time and memory.
 
 python -m devtools scale s3://bucket/prefix/ --option endpoint=http://... --results benchmarks/results
 python -m devtools scale --made 40 50000     two million samples in 40 tar shards, made in a temporary folder

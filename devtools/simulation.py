@@ -116,18 +116,18 @@ def run_real(scene: Scene, case: Case, ranks: int, *, steps: int, warm_up_steps:
         )
         if done.returncode:
             raise MeasurementError(f"{case.name}, {ranks} ranks: {done.stderr[-1500:]}")
-        told = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    took = np.array([each["took"][warm_up_steps:] for each in told])
-    waits = np.array([each["waits"][warm_up_steps:] for each in told])
+        reports = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    took = np.array([each["took"][warm_up_steps:] for each in reports])
+    waits = np.array([each["waits"][warm_up_steps:] for each in reports])
     # Of the rank whose data came last: others spend a part of it on waiting for that one.
     steps_s = (took - waits).min(axis=0)
     return {
-        "latency_s": sum(each["fetch_s"] for each in told) / sum(each["fetches"] for each in told),
+        "latency_s": sum(each["fetch_s"] for each in reports) / sum(each["fetches"] for each in reports),
         "step_s": float(steps_s.mean()),
         "lost_to_data": 1.0 - float(steps_s.sum() / took.mean(axis=0).sum()),
         "samples_per_s": case.batch_size * ranks * took.shape[1] / float(took.sum(axis=1).mean()),
         "data_wait": float(waits.sum() / took.sum()),
-        "first_batch_s": max(each["first_batch_s"] for each in told),
+        "first_batch_s": max(each["first_batch_s"] for each in reports),
     }
 
 
@@ -204,11 +204,11 @@ def main(arguments: Sequence[str]) -> int:
             for ranks in given.ranks:
                 row = compare(scene, case, ranks)
                 rows.append(row)
-                real, told = row["real"], row["simulated"]
+                real, simulated = row["real"], row["simulated"]
                 print(
-                    f"{case.name:18}{ranks:6}{real['samples_per_s']:11,.0f}{told['samples_per_s']:11,.0f}"
-                    f"{row['samples_per_s_ratio']:7.2f}{real['lost_to_data']:7.1%}{told['lost_to_data']:10.1%}"
-                    f"{real['data_wait']:7.1%}{told['data_wait']:10.1%}"
+                    f"{case.name:18}{ranks:6}{real['samples_per_s']:11,.0f}{simulated['samples_per_s']:11,.0f}"
+                    f"{row['samples_per_s_ratio']:7.2f}{real['lost_to_data']:7.1%}{simulated['lost_to_data']:10.1%}"
+                    f"{real['data_wait']:7.1%}{simulated['data_wait']:10.1%}"
                     f"{'' if is_near(row) else '  TOO FAR'}",
                     flush=True,
                 )

@@ -51,9 +51,9 @@ def main() -> None:
             if number + 1 == job["steps"]:
                 break
         counts = loader.metrics()
-    told = {"took": took, "waits": waits, "first_batch_s": first_s}
-    told |= {"fetch_s": counts.fetch_s, "fetches": counts.fetched_chunks}
-    Path(job["folder"], f"rank-{rank}.json").write_text(json.dumps(told))
+    report = {"took": took, "waits": waits, "first_batch_s": first_s}
+    report |= {"fetch_s": counts.fetch_s, "fetches": counts.fetched_chunks}
+    Path(job["folder"], f"rank-{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 

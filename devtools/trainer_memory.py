@@ -1,4 +1,4 @@
-"""What each zero stage holds: memory of a rank in a step, against the formula.
+"""Measure what each zero stage holds: memory of a rank in a step, against the formula.
 
 torchrun --nproc-per-node=4 -m devtools trainer_memory
 """

@@ -1,4 +1,4 @@
-"""What the trainer's loop costs over a bare PyTorch loop with the same model, engine and optimizer.
+"""Measure what the trainer's loop costs over a bare PyTorch loop with the same model, engine and optimizer.
 
 torchrun --nproc-per-node=2 -m devtools trainer_overhead --results benchmarks/results
 python -m devtools trainer_overhead --device cuda --workloads short large

@@ -1,4 +1,4 @@
-"""What a rank holds while a trainer is made: a model built whole on each rank, and one built on the meta device.
+"""Measure what a rank holds while a trainer is made: a model built whole on each rank, and one on the meta device.
 
 torchrun --nproc-per-node=4 -m devtools trainer_start [RESULT.json]
 """

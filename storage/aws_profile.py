@@ -33,7 +33,7 @@ def profile_name() -> str:
 
 
 def read_profile(name: str) -> dict[str, str]:
-    """What a profile says in the shared files: of both, that of the credentials file first; empty if there is none."""
+    """Read a profile's settings from the shared files; the credentials file wins. Empty if there is no such profile."""
     home = Path.home() / ".aws"
     files = (
         (os.environ.get("AWS_CONFIG_FILE", home / "config"), ["default"] if name == "default" else ["profile", name]),
@@ -88,14 +88,14 @@ _sessions: dict[str, Any] = {}
 
 
 def credentials_of(profile: str, said: dict[str, str]) -> ProfileCredentials | None:
-    """What gives the credentials of a profile that ``said`` this; None where it holds them itself, or has none."""
+    """Choose the source of a profile's credentials from its settings; None if it holds them itself, or has none."""
     if said.get("credential_process"):
         return ProfileCredentials(profile, said["credential_process"])
     return ProfileCredentials(profile) if any(said.get(name) for name in _FOR_BOTOCORE) else None
 
 
 def _run_process(profile: str, command: str) -> dict[str, Any]:
-    """What a command prints in the form of AWS's ``credential_process``, version 1."""
+    """Run a command and return the credentials that it prints, in AWS's ``credential_process`` form, version 1."""
     where = f"the credential_process of the AWS profile {profile!r}"
     try:
         ran = subprocess.run(shlex.split(command), check=False, capture_output=True, timeout=_PROCESS_S)

@@ -11,7 +11,7 @@ from .store import ByteRange
 
 
 def is_key(key: str) -> bool:
-    """Whether a key names an object below a root: it has no empty, '.' or '..' part, and no NUL."""
+    """Return whether a key names an object below a root: it has no empty, '.' or '..' part, and no NUL."""
     # The cheap test first: this runs on every read.
     if not key or "\0" in key or key[0] == "/":
         return False
@@ -98,5 +98,5 @@ def etag_of(meta: Mapping[str, Any]) -> str | None:
 
 
 def is_strong(etag: str) -> bool:
-    """Whether an ETag is one that If-Match can ask for."""
+    """Return whether If-Match can ask for this ETag."""
     return not etag.startswith(("W/", "modified-"))

@@ -1,4 +1,4 @@
-"""What can go wrong with bytes. Every error of the package descends from PenstockError."""
+"""Errors of the storage room. Every error of the package descends from PenstockError."""
 
 from __future__ import annotations
 

@@ -79,8 +79,7 @@ def write_whole(path: AnyPath, data: bytes | bytearray | memoryview, *, durable:
 
 
 def write_output(path: AnyPath, data: bytes) -> None:
-    """Write a file that a user named: atomically, but into what is no file, as /dev/null or a pipe, or is open already,
-    as /dev/stdout.
+    """Write a file that a user named: atomically, but in place if it is a device, a pipe or open, as /dev/stdout.
 
     Raises:
         OSError: it cannot be written.
@@ -106,7 +105,7 @@ class _TriedOnly(Exception):  # noqa: N818 - no error
 
 
 def _is_special(path: AnyPath) -> bool:
-    """Whether there is something else than a file or a folder, or a link to a descriptor: it would be replaced."""
+    """Return whether a path is neither a file nor a folder, or links to a descriptor: writing would replace it."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116
     except OSError:
@@ -115,7 +114,7 @@ def _is_special(path: AnyPath) -> bool:
 
 
 def _is_descriptor(path: str) -> bool:
-    """Whether a path that exists leads to a file by way of /proc, as /dev/stdout and /dev/fd/1 do."""
+    """Return whether an existing path leads to a file through /proc, as /dev/stdout and /dev/fd/1 do."""
     while not (folder := os.path.realpath(os.path.dirname(path))).startswith("/proc/"):  # noqa: PTH120
         if not os.path.islink(path):  # noqa: PTH114
             return False

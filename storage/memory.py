@@ -33,7 +33,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What happens to one request: a delay, an error, a short response, a change of the object while it is read."""
+    """Fault of one request: a delay, an error, a short response, or a change of the object during the read."""
 
     delay_s: float = 0.0
     error: Callable[[str], StorageError] | None = None
@@ -46,7 +46,7 @@ class Fault:
 
 
 class _Bucket:
-    """What all stores with one name share. Mutable state: everything, under ``lock``."""
+    """State that all stores of one name share. Mutable state: everything, under ``lock``."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -182,7 +182,7 @@ def known_options(scheme: str) -> list[str]:
 
 
 def is_true(value: Any) -> bool:
-    """Whether an option is on: a bool, or a word for one."""
+    """Return whether an option is on: a bool, or a word for one."""
     return str(value).strip().lower() in {"1", "true", "on", "yes", "y"}
 
 
@@ -274,7 +274,7 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def is_s3(scheme: str) -> bool:
-    """Whether URLs of a scheme are S3's."""
+    """Return whether a scheme is S3's."""
     return scheme in {"s3", "s3a"}
 
 

@@ -1,4 +1,4 @@
-"""What every store does: seven verbs on keys below one root. The only state is the client behind it."""
+"""Contract of every store: seven verbs on keys below one root. The only state is the client behind it."""
 
 from __future__ import annotations
 

@@ -54,19 +54,19 @@ def clone_store(store: Any) -> Any:
 
 
 def is_cut_off(error: BaseException) -> bool:
-    """Whether a store failed because its host was silent for too long; a host whose process ended says so itself."""
+    """Return whether a store failed because its host fell silent; if only the process ended, the host answers."""
     return any(words in str(error) for words in ("Connection timed out", "No route to host", "unreachable"))
 
 
 def place_of(store: Any) -> str:
-    """Where a store is, as ``host:port``; empty for one that is on no host."""
+    """Address of a store as ``host:port``; empty for one that is on no host."""
     inner = _innermost(store)
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
     return f"{host}:{port}" if host and port else ""
 
 
 def is_here(store: Any) -> bool:
-    """Whether a store's host is this machine; also for one that is on no host, or whose name has no address."""
+    """Return whether a store's host is this machine; true also for one without a host, or with an unresolvable name."""
     host = getattr(_innermost(store), "host", None)
     if not host:
         return True

@@ -23,10 +23,10 @@ def split_root(url: str) -> tuple[str, str, str]:
 
 
 def parse_remote(url: str) -> tuple[str, str, str]:
-    """What ``split_root`` returns, of a URL of a cloud or a web server.
+    """Split the URL of a cloud or a web server as ``split_root`` does.
 
     Raises:
-        UnsupportedURLError: it is none, or has credentials, a query or, of a web server, a fragment.
+        UnsupportedURLError: the URL is no such one, or has credentials, a query or, for a web server, a fragment.
     """
     scheme, authority, path = split_root(url)
     if scheme not in CLOUD_SCHEMES | WEB_SCHEMES or not authority:
@@ -49,7 +49,7 @@ def decode_path(url: str, path: str) -> str:
 
 
 def encode_name(url: str, name: str) -> str:
-    """How such a URL writes the name of an object or folder."""
+    """Encode the name of an object or folder as such a URL writes it."""
     return quote(name, safe=_PLAIN) if _is_web(url) else name
 
 

@@ -1,4 +1,4 @@
-"""Which delivery logs belong to one attempt, what of an attempt is one pass, and which of their records count."""
+"""Group delivery logs into attempts, split each into passes, and choose the records that count."""
 
 from __future__ import annotations
 

@@ -67,10 +67,11 @@ class EpochAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The account of a run. ``attempts``: the world size, start epoch and start position of each; ``batch_sizes``: the
-    changes of the batch size, as epoch, position and size.
+    """Account of a run.
 
-    A mixture is accounted for by the epochs of its sources, in ``mixture``, and has no ``epochs`` here.
+    ``attempts`` has the world size, start epoch and start position of each, ``batch_sizes`` the changes of the batch
+    size, as epoch, position and size. A mixture is accounted for by the epochs of its sources, in ``mixture``, and has
+    no ``epochs`` here.
     """
 
     attempts: Sequence[tuple[int, int, int]]
@@ -80,7 +81,7 @@ class AuditReport:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every sample reached was delivered once, dropped or skipped on purpose, and none is from outside."""
+        """Return whether every sample reached was delivered once, or left out on purpose, and none is from outside."""
         if self.mixture is not None:
             return self.mixture.is_exact
         return all(not (account.missing or account.duplicated or account.stray) for account in self.epochs)
@@ -299,7 +300,7 @@ def _account_of_dropping(
 
 
 def _length_of_union(ranges: Iterable[tuple[int, int]]) -> int:
-    """How many positions lie in one range at least: each rank tells the same skips."""
+    """Number of positions in the union of the ranges: every rank logs the same skips."""
     length = end = 0
     for start, stop in sorted(ranges):
         length += max(0, stop - max(start, end))

@@ -1,6 +1,6 @@
-"""Whether global batches were handed out whole and without a gap: by positions and ranks of records, not by samples.
+"""Check that global batches were handed out whole and without a gap, by positions and ranks, not by samples.
 
-So it holds where samples do not tell: in a mixture's unfinished epochs, and where sequences are of any number of them.
+So it also covers what samples cannot show: a mixture's unfinished epochs, and sequences of any number of samples.
 """
 
 from __future__ import annotations

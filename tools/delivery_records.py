@@ -103,17 +103,17 @@ def read_log(path: Path) -> Log | None:
         elif magic == LOAD_MAGIC:
             loads.append((len(records), epoch, start))
         elif magic == REPLACE_MAGIC:
-            told = records[-1] if records else None
-            is_of_batch = told is not None and (told.epoch, told.start, told.stop) == (epoch, start, stop)
-            if told is None or not is_of_batch or count % 2 or not np.isin(ids[::2], told.ids).all():
+            latest = records[-1] if records else None
+            is_of_batch = latest is not None and (latest.epoch, latest.start, latest.stop) == (epoch, start, stop)
+            if latest is None or not is_of_batch or count % 2 or not np.isin(ids[::2], latest.ids).all():
                 raise DatasetError(
                     f"{path}: damaged at byte {len(head) + 1 + 8 * at}; what was replaced is of another batch"
                 )
-            records[-1] = replace(told, replaced=ids[::2])
+            records[-1] = replace(latest, replaced=ids[::2])
         elif magic in (FILTER_MAGIC, BAD_MAGIC, END_MAGIC):
-            told = records[-1] if records else None
-            is_of_batch = told is not None and (told.epoch, told.start, told.stop) == (epoch, start, stop)
-            if told is None or not is_of_batch or (magic == BAD_MAGIC and not np.isin(ids, told.dropped).all()):
+            latest = records[-1] if records else None
+            is_of_batch = latest is not None and (latest.epoch, latest.start, latest.stop) == (epoch, start, stop)
+            if latest is None or not is_of_batch or (magic == BAD_MAGIC and not np.isin(ids, latest.dropped).all()):
                 raise DatasetError(
                     f"{path}: damaged at byte {len(head) + 1 + 8 * at}; what was dropped is of another batch"
                 )
@@ -122,7 +122,7 @@ def read_log(path: Path) -> Log | None:
                 BAD_MAGIC: {"bad": count},
                 END_MAGIC: {"left": ids},
             }
-            records[-1] = replace(told, **changed[magic])
+            records[-1] = replace(latest, **changed[magic])
         else:
             kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header, "is_packed" in header
             records.append(Delivered(epoch, start, stop, ids, *kind))

@@ -1,4 +1,4 @@
-"""What ``verify`` finds wrong with a data set."""
+"""Flaws that ``verify`` finds in a data set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..loader.formats.shard import ChunkRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flaw:
-    """What is wrong with a shard. ``offset`` and ``length`` are those of the chunk, None for the shard as a whole."""
+    """Flaw of a shard. ``offset`` and ``length`` are those of the chunk, None for the shard as a whole."""
 
     shard: str
     offset: int | None

@@ -36,11 +36,11 @@ FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 @dataclass(frozen=True, kw_only=True)
 class CostExpression:
-    """What to index. ``[NAME=]bytes``, ``[NAME=]FIELD`` or ``[NAME=]len:FIELD``, and ``*FACTOR`` after any of them.
+    """Expression of a cost: ``[NAME=]bytes``, ``[NAME=]FIELD`` or ``[NAME=]len:FIELD``; ``*FACTOR`` may follow each.
 
     ``field`` None is the bytes of all fields together; with ``is_length`` a cost is the length of the field's value: of
-    a list or array its elements, of text its characters, of bytes the bytes. Costs are whole numbers: a factor makes
-    such of others, as ``seconds*1000``.
+    a list or array its elements, of text its characters, of bytes the bytes. Costs are whole numbers; a factor
+    turns others into such, as in ``seconds*1000``.
     """
 
     name: str

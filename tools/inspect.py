@@ -31,7 +31,7 @@ _BINS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What ``inspect_dataset`` found. Sizes are in bytes; ``sizes_of`` samples were read for theirs.
+    """Result of ``inspect_dataset``. Sizes are in bytes, estimated from ``sizes_of`` samples.
 
     ``classes``: the names for the numbers in ``cls``, None where they are not known.
     """

@@ -1,4 +1,4 @@
-"""Which samples belong to the subset that a run's delivery logs name: told by their headers, or counted."""
+"""Samples of the subset that a run's delivery logs name: read from their headers, or counted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Members:
     bounds: tuple[int, int] = (0, _RANGE - 1)
 
     def holds(self, ids: IntArray) -> BoolArray:
-        """Whether each of these samples is one; O(ids) time, whatever the size of the data set."""
+        """Mark the ids that belong to the subset, (n,) bool; takes O(ids) time, whatever the size of the data set."""
         return np.ones(len(ids), np.bool_) if self.subset is None else self.subset.holds_ids(ids, self.bounds)
 
 
@@ -40,11 +40,11 @@ def read_members(header: Mapping[str, Any]) -> Members:
     Raises:
         DatasetError: it contradicts itself, or tells of so large a subset without its size that counting takes minutes.
     """
-    total, told = int(header["num_samples"]), header.get("subset")
-    if told is None:
+    total, subset_fields = int(header["num_samples"]), header.get("subset")
+    if subset_fields is None:
         return Members(total, total)
     try:
-        subset = Subset(**told)
+        subset = Subset(**subset_fields)
         if "members" not in header:
             return _counted(subset, total)
         count, low, high = header["members"]
@@ -68,7 +68,7 @@ def _counted(subset: Subset, total: int) -> Members:
 
 
 def _is_possible(members: Members, subset: Subset) -> bool:
-    """Whether a subset can have so many samples with random numbers in this range."""
+    """Return whether a subset can have this many samples with random numbers in this range."""
     (low, high), count, total = members.bounds, members.count, members.total
     if not 0 < count <= total or not 0 <= low <= high < _RANGE:
         return False

@@ -41,14 +41,17 @@ class SourceAccount:
 
     @property
     def flaws(self) -> int:
-        """How many samples did not come once."""
+        """Number of samples that did not come exactly once."""
         return self.missing + self.duplicated
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureAccount:
-    """What was handed out of a mixture. ``lost``: rows of global batches that no rank logged; ``skipped``: positions
-    that were passed over on purpose, whose samples are among the ``missing`` of their sources."""
+    """Account of a mixture.
+
+    ``lost`` counts rows of global batches that no rank logged, ``skipped`` positions that were passed over on purpose;
+    their samples are among the ``missing`` of their sources.
+    """
 
     sources: Sequence[SourceAccount]
     lost: int
@@ -56,7 +59,7 @@ class MixtureAccount:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each sample came once in each epoch of its source, but for as many as were skipped on purpose."""
+        """Return whether each sample came once per epoch of its source, except those skipped on purpose."""
         missing = sum(source.missing for source in self.sources)
         return not self.lost and missing <= self.skipped and not any(source.duplicated for source in self.sources)
 
@@ -72,7 +75,7 @@ class LoggedSource:
 
     @property
     def data(self) -> tuple[str, int, int]:
-        """What its name stands for."""
+        """Identity of the data behind the name."""
         return self.fingerprint, self.samples, self.per_epoch
 
 
@@ -149,7 +152,7 @@ def _keys_of(sources: Sequence[LoggedSource], keys: IntArray) -> list[IntArray]:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """What was handed out of a source, dropped, handed out again, and replaced by others."""
+    """Samples of a source that were handed out, dropped, handed out again, or replaced by others."""
 
     own: IntArray
     gone: IntArray

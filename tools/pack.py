@@ -40,7 +40,7 @@ from .packing.tables import ArrowWriter, ParquetWriter
 from .packing.tar import TarWriter
 from .packing.target import Cursor, Target
 from .packing.tokens import Tokenize, TokensWriter
-from .packing.words import told_of_source
+from .packing.words import named_source
 from .packing.writer import Sample, Shard, ShardWriter
 
 SHARD_BYTES = 64 << 20
@@ -53,10 +53,10 @@ PackSource: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSummary:
-    """What ``pack`` wrote. ``classes`` are the names for the numbers in ``cls``; ``dropped`` says what was dropped.
+    """Summary of a pack. ``classes`` are the names for the numbers in ``cls``; ``dropped`` describes dropped data.
 
-    ``notes``: what the user should know of how the source was understood. ``kept_shards``: those that an interrupted
-    pack had written.
+    ``notes`` tell the user how the source was understood. ``kept_shards`` counts those that an interrupted pack had
+    written.
     """
 
     url: str
@@ -118,7 +118,7 @@ class _Job:
 
     @cached_property
     def encoder(self) -> TextEncoder | None:
-        """What makes tokens of texts, if they are to be made. Raises ConfigError where there is no such tokenizer."""
+        """Open the tokenizer, if there is one. Raises ConfigError where it cannot be found."""
         return None if self.tokenizer is None else open_tokenizer(self.tokenizer)
 
     def shard_format(self) -> ShardFormat:
@@ -147,7 +147,7 @@ class _Job:
         )
 
     def fingerprint(self, identity: Any) -> str | None:
-        """What tells this job, source and functions included, from others; None if that cannot be told."""
+        """Hash that identifies this job with its source and functions; None if they cannot be identified."""
         functions = [] if self.encoder is None else [_describe_encoder(self.encoder)]
         functions += [] if self.map is None else [describe_function(self.map)]
         if identity is None or None in functions:
@@ -234,7 +234,7 @@ def pack(
         decimal_point=check_decimal_point(decimal_point),
         is_mapped=map is not None,
     )
-    with told_of_source():
+    with named_source():
         opened = open_source(
             source,
             storage_options=source_storage_options,

@@ -30,10 +30,10 @@ from ..storage import PenstockError, open_store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rechecked:
-    """What became of a quarantined sample or chunk: ``problem`` is None where it can be read and decoded now.
+    """Result for one quarantined sample or chunk: ``problem`` is None if it can be read and decoded now.
 
-    ``is_gone``: its shard, or its place there, is no longer in the data set. ``is_decoded``: all that can be said of a
-    sample that a transform failed for, since the transform is not known here.
+    ``is_gone``: its shard, or its place there, is no longer in the data set. ``is_decoded``: it decodes, which is all
+    that can be checked of a sample whose transform failed, since the transform is not known here.
     """
 
     entry: Quarantined
@@ -44,7 +44,7 @@ class Rechecked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecheckResult:
-    """What ``recheck`` found of each entry, in the order of their ids."""
+    """Results of ``recheck`` for all entries, in the order of their ids."""
 
     url: str
     format: str
@@ -53,7 +53,7 @@ class RecheckResult:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is still bad."""
+        """Return whether all entries are good now."""
         return all(entry.problem is None for entry in self.entries)
 
 

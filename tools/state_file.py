@@ -124,20 +124,20 @@ def _with(document: Any, place: tuple[str | int, ...], value: Any) -> Any:
 
 
 def count_epoch(state: LoaderState) -> int:
-    """How many samples, or draws, an epoch has. Of a subset by share they are counted: O(samples) time.
+    """Number of samples, or draws, in an epoch. A subset by share is counted, in O(samples) time.
 
     Raises:
-        StateMismatchError: the state tells of a subset that there is not.
+        StateMismatchError: the state names a subset that does not exist.
     """
-    told = state.selection.get("subset")
-    if told is None:
+    stated = state.selection.get("subset")
+    if stated is None:
         return state.num_samples
     try:
-        subset = Subset(**told)
+        subset = Subset(**stated)
         bounds = subset.bounds(state.num_samples)
         return sum(int(np.count_nonzero(subset.holds(*part, bounds))) for part in blocks(state.num_samples))
     except (TypeError, ConfigError) as exc:
-        raise StateMismatchError(f"a damaged loader state: subset={told} ({exc})") from exc
+        raise StateMismatchError(f"a damaged loader state: subset={stated} ({exc})") from exc
 
 
 def skip_in_state(

@@ -35,7 +35,7 @@ from .verify_chunks import check_chunks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What ``verify`` read and found. ``checksums``: whether the manifest had checksums to compare."""
+    """Result of ``verify``. ``checksums``: whether the manifest had checksums to compare."""
 
     url: str
     format: str
@@ -49,7 +49,7 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """Whether no flaw was found."""
+        """Return whether no flaw was found."""
         return not self.flaws
 
     @property
@@ -192,8 +192,8 @@ def _compare_listing(
     known = {shard.key for shard in saved.shards}
     for task in shard_format.shards(store, listing):
         if task.info.key in known:
-            companion, told_by = task.companion, saved.companions.get(task.info.key)
-            if companion is not None and (told_by is None or told_by.size != companion.size):
+            companion, indexed = task.companion, saved.companions.get(task.info.key)
+            if companion is not None and (indexed is None or indexed.size != companion.size):
                 problem = f"is read by {companion.key}, which came or changed since; run `penstock index`"
                 flaws.append(shard_flaw(task.info.key, "ObjectChangedError", problem))
             continue

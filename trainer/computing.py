@@ -1,4 +1,4 @@
-"""How long a rank computes in a step: to its last own gradient, without what it waits for from other ranks."""
+"""Clock of a rank's own computing in a step: up to its last gradient, without waits for other ranks."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class TrainerConfig:
 
     @property
     def best_end(self) -> Literal["max", "min"] | None:
-        """Which end of ``evaluate.best`` is good: as ``checkpoint.best`` says, else as the metric's name does."""
+        """Good end of ``evaluate.best``: as ``checkpoint.best`` says, else by the metric's name; None if unknown."""
         if self.checkpoint.best is not None or self.evaluate.best is None:
             return self.checkpoint.best
         return good_end(self.evaluate.best)
@@ -144,13 +144,13 @@ class TrainerConfig:
 
     @property
     def averaging(self) -> AveragingConfig | None:
-        """How weights are averaged, or None if gradients are exchanged at each step."""
+        """Averaging of weights, or None if gradients are exchanged at each step."""
         if self.average_every is None:
             return None
         return AveragingConfig(average_every=self.average_every, node_every=self.node_average_every)
 
     def _check_adaptive_batch(self) -> None:
-        """What is tried on one rank while others wait may not need the others."""
+        """Refuse the options whose collectives would hang while one rank probes its memory and others wait."""
         if not self.step.adaptive_batch:
             return
         for key, value in (("zero", self.parallel.zero), ("sync_batchnorm", self.parallel.sync_batchnorm)):

@@ -1,4 +1,4 @@
-"""What steps are made with: the model on all ranks, its optimizer, schedule and compression, and what runs a step."""
+"""Parts of a training step: the model on all ranks, its optimizer, schedule and compression, and the step's runner."""
 
 from __future__ import annotations
 

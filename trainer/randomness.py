@@ -56,7 +56,7 @@ def tell_seed(seed: int, saved: Mapping[str, Any] | None, tell: Callable[[str], 
 
 
 class GeneratorStates:
-    """Where NumPy's and Python's global generators stand, and those that are ``held``: for code that runs again.
+    """States of NumPy's and Python's global generators and of those ``held``, to be restored for code that runs again.
 
     Torch's global ones are not among them.
     """

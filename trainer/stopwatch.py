@@ -1,4 +1,4 @@
-"""Where the time goes: seconds in each phase of the loop, by this rank's host clock and by its device's."""
+"""Stopwatch of the loop: seconds in each phase, by this rank's host clock and by its device's."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class Stopwatch:
         return self.seconds if self.clock is None else {**self.seconds, **self.clock.read()}
 
     def glance(self) -> dict[str, float]:
-        """What ``read`` would return if nothing had come since it was called last; for any thread.
+        """Preview the result of ``read`` as of now, without resetting anything; for any thread.
 
-        The phase that runs counts for as long as it has run, unless a device times it.
+        The running phase counts up to now, unless a device times it.
         """
         for _ in range(_GLANCES):
             running, found = self._running, dict(self.seconds)

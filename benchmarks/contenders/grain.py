@@ -60,8 +60,9 @@ class _Parse:
 
 
 class _Arrays:
-    """Collates to arrays, which its worker processes hand over in shared memory; torch's tensors would go by file
-    descriptors, and be lost with the worker that ends first.
+    """Collate to arrays, which Grain's worker processes hand over in shared memory.
+
+    Torch's tensors would travel as file descriptors, and be lost with the worker that ends first.
     """
 
     def __init__(self, *, widen: bool) -> None:

@@ -66,7 +66,7 @@ def _without_checksums(job: Job) -> Manifest:
 
 
 def _storage_options(job: Job) -> dict[str, Any]:
-    """Who asks for views lets local files be mapped for them, as other loaders map theirs."""
+    """Add the option that maps local files, for users who ask for views, as other loaders map theirs."""
     maps = job.contender in WITHOUT_OBJECTS and isinstance(job.url, str) and "://" not in job.url
     return {**job.storage_options, **({"mapped_reads": "views"} if maps else {})}
 

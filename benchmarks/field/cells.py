@@ -1,4 +1,4 @@
-"""What is measured: the cells of the matrix, and the settings that two runs of one report have to share. Pure."""
+"""Cells of the benchmark's matrix, and the settings that two runs of one report have to share. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldConfig:
-    """How the field is measured. A run reads until ``seconds`` after its first batch, in whole passes where they end.
+    """Settings of the field's measurement. A run reads until ``seconds`` after its first batch.
 
     From S3 it is one pass at most, because a second one would come from peers' copies on the local disk.
     """
@@ -122,7 +122,7 @@ def cells_of(config: FieldConfig) -> list[Cell]:
 
 
 def other_settings(before: dict[str, Any], config: FieldConfig) -> list[str]:
-    """Why cells of an earlier run may not stand beside those of this one: other cells do not matter, how does."""
+    """Reasons why an earlier run's cells cannot stand beside this one's: which settings differ."""
     now = config.to_dict()
     return [
         f"{name} {before.get(name)} and now {now[name]}"

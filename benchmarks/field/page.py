@@ -56,7 +56,7 @@ def _page(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tiles(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What the rows of the table come to."""
+    """Render the summary of the table's rows."""
     rows = [(cell["contenders"], ours) for cell, ours in lines_of(cells)]
     found = [(ratio(each, best_peer(each, ours=ours), ours=ours), ratio(each, LIMIT, ours=ours)) for each, ours in rows]
     ratios, limits = [one for one, _ in found if one is not None], [one for _, one in found if one is not None]
@@ -126,8 +126,8 @@ def _rate(contenders: Mapping[str, Any], name: str | None) -> str:
     """The rate of a first pass, marked where it was reckoned."""
     if name is None or name not in contenders:
         return "–"
-    told = words.rate(median(contenders[name]["summary"], "first_pass_per_s"))
-    return words.reckoned(told, is_reckoned(contenders[name]))
+    rate = words.rate(median(contenders[name]["summary"], "first_pass_per_s"))
+    return words.reckoned(rate, is_reckoned(contenders[name]))
 
 
 _KEYS = (

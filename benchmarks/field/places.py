@@ -1,4 +1,4 @@
-"""Where the workloads lie: on the local disk, or on an S3 server, straight or by a line that delays."""
+"""Places of the workloads: the local disk, or an S3 server, straight or behind a line that delays."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ VERSION = 2
 _ELSEWHERE = "give another folder as --results, or --again to measure all anew in its place"
 
 
-class Told(Protocol):
-    """Who hears how far it is."""
+class FieldProgress(Protocol):
+    """Listener for the progress of the field."""
 
     def say(self, text: str) -> None: ...
 
@@ -40,7 +40,7 @@ class Told(Protocol):
 
 
 def run_field(
-    config: FieldConfig, *, data: Path, report: Path, command: str, told: Told, calibrate: bool = False
+    config: FieldConfig, *, data: Path, report: Path, command: str, progress: FieldProgress, calibrate: bool = False
 ) -> dict[str, Any]:
     """Measure all cells that ``report`` does not have yet, and write each to it. Returns the whole report.
 
@@ -60,14 +60,14 @@ def run_field(
         _note_run(found, config, command)
     if calibrate:
         forget(data)
-    with Places(config.delay_ms, told.say) as places:
+    with Places(config.delay_ms, progress.say) as places:
         for name in dict.fromkeys(cell.workload for cell in missing):
-            work = prepare_workload(CASES[name], config, data, told.say)
+            work = prepare_workload(CASES[name], config, data, progress.say)
             cells = [cell for cell in missing if cell.workload == name]
-            for cell, result in _run_workload(work, cells, config, data, places, told):
+            for cell, result in _run_workload(work, cells, config, data, places, progress):
                 found["cells"].append(result)
                 _save(found, report)
-                told.done(cell, result)
+                progress.done(cell, result)
     return found
 
 
@@ -134,11 +134,11 @@ def _now() -> str:
 
 
 def _run_workload(
-    work: Workload, cells: Sequence[Cell], config: FieldConfig, data: Path, places: Places, told: Told
+    work: Workload, cells: Sequence[Cell], config: FieldConfig, data: Path, places: Places, progress: FieldProgress
 ) -> Any:
     """Yields (cell, its result). Data is in S3 only while cells read from there: the server may keep it in memory."""
     for cell in (each for each in cells if each.store == "local"):
-        yield cell, _run_cell(cell, work, work.jobs, work.refused, config, data, told)
+        yield cell, _run_cell(cell, work, work.jobs, work.refused, config, data, progress)
     remote = [each for each in cells if each.store != "local"]
     if not remote:
         return
@@ -148,7 +148,7 @@ def _run_workload(
             for cell in remote:
                 options = places.options_of(cell.store)
                 at = {name: replace(job, storage_options=options, epochs=1) for name, job in jobs.items()}
-                yield cell, _run_cell(cell, work, at, work.refused | lacking, config, data, told)
+                yield cell, _run_cell(cell, work, at, work.refused | lacking, config, data, progress)
                 cells = [each for each in cells if each != cell]
     except PenstockError as exc:
         reason = clean(in_short(str(exc)))
@@ -163,7 +163,7 @@ def _run_cell(
     refused: Mapping[str, str],
     config: FieldConfig,
     data: Path,
-    told: Told,
+    progress: FieldProgress,
 ) -> dict[str, Any]:
     """Rounds in which the contenders take turns, each round beginning with another."""
     refused, notes, loads = dict(refused), dict[str, str](), list[float]()
@@ -173,11 +173,11 @@ def _run_cell(
         # Ours chooses its threads by itself, as it does for its users.
         job = replace(job, world_size=cell.ranks, workers=0 if is_ours(name) else each_has)
         try:
-            ready[name] = settle(job, cell, config, data, told.say)
+            ready[name] = settle(job, cell, config, data, progress.say)
         except PenstockError as exc:
             refused[name] = clean(in_short(str(exc))).removeprefix(f"{name}: ")
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in ready}
-    told_of: dict[str, dict[str, Any]] = {}
+    described: dict[str, dict[str, Any]] = {}
     left_out: set[str] = set()
     for number in range(config.rounds):
         loads.append(os.getloadavg()[0])
@@ -186,7 +186,7 @@ def _run_cell(
         names = [name for name in ready if name not in refused and name not in left_out]
         start = number % max(1, len(names))
         for name in names[start:] + names[:start]:
-            told.say(f"{cell.name}: round {number + 1} of {config.rounds}, {name}")
+            progress.say(f"{cell.name}: round {number + 1} of {config.rounds}, {name}")
             try:
                 run = run_job(ready[name], timeout_s=config.timeout_s)
                 again = _resume(ready[name], run, cell, config, notes)
@@ -194,11 +194,11 @@ def _run_cell(
             except PenstockError as exc:
                 refused[name] = clean(in_short(str(exc))).removeprefix(f"{name}: ")
                 continue
-            told_of[name] = describe(run)
+            described[name] = describe(run)
             ready[name] = with_late_modules(ready[name], run)
             _note_samples(name, run, ready[name], notes)
     contenders = {
-        name: {"summary": summarise(rounds), "rounds": rounds, **told_of[name]}
+        name: {"summary": summarise(rounds), "rounds": rounds, **described[name]}
         for name, rounds in figures.items()
         if rounds and name not in refused
     }
@@ -258,8 +258,10 @@ def _leave_out(
     """Peers that are too slow to be measured again; notes it of those that this is new of."""
     behind = too_slow({name: rounds for name, rounds in figures.items() if len(rounds) == number}, times)
     for name, by in behind.items():
-        told = f"left out after {number} {'round' if number == 1 else 'rounds'}, {by:.3g}x slower than the fastest peer"
-        notes[name] = f"{notes[name]}; {told}" if name in notes else told
+        dropped = (
+            f"left out after {number} {'round' if number == 1 else 'rounds'}, {by:.3g}x slower than the fastest peer"
+        )
+        notes[name] = f"{notes[name]}; {dropped}" if name in notes else dropped
     return set(behind)
 
 
@@ -276,5 +278,5 @@ def _note_samples(name: str, run: Measurement, job: Job, notes: dict[str, str]) 
 
 
 def is_complete(found: Mapping[str, Any], stores: Sequence[StoreName]) -> bool:
-    """Whether every cell of these stores measured our own loader."""
+    """Return whether every cell of these stores measured our own loader."""
     return all(OURS in cell["contenders"] for cell in found["cells"] if cell["store"] in stores)

@@ -1,4 +1,4 @@
-"""What is found out about a contender once, before its rounds, and kept beside the data: workers and imports."""
+"""Settings found out for a contender once, before its rounds, and kept beside the data: workers and imports."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def steady_rate(run: Measurement) -> float:
 
 
 def figures_of(run: Measurement, num_samples: int) -> dict[str, float]:
-    """What is kept of a run over a data set of ``num_samples``."""
+    """Figures to keep of a run over a data set of ``num_samples``."""
     return {
         "first_pass_per_s": first_pass_rate(run, num_samples),
         "steady_per_s": steady_rate(run),
@@ -175,21 +175,21 @@ def ratio_spread(
 
 
 def is_reckoned(entry: Mapping[str, Any], name: str = "first_pass_per_s") -> bool:
-    """Whether the median of a first pass is of passes that were cut, and reckoned from their starts."""
+    """Return whether the median first pass is estimated from the starts of passes that were cut."""
     in_order = sorted(entry["rounds"], key=lambda each: each.get(name, 0.0))
     middle = in_order[(len(in_order) - 1) // 2 : len(in_order) // 2 + 1]
     return any(not each.get("whole_passes", 1) for each in middle)
 
 
 def load_note(loads: Sequence[float], cores: int) -> str:
-    """How busy the machine was by other work, in words: one-minute loads before each round."""
+    """Describe how busy other work kept the machine: one-minute loads before each round."""
     if not loads:
         return "load unknown"
     spread = quartiles(loads)
-    told = f"load {spread.median:.1f} (median before a round; {spread.low:.1f} to {spread.high:.1f}) on {cores} cores"
-    return told + ("; the machine was busy: read ratios, not rates" if spread.low > 1.5 * cores else "")
+    note = f"load {spread.median:.1f} (median before a round; {spread.low:.1f} to {spread.high:.1f}) on {cores} cores"
+    return note + ("; the machine was busy: read ratios, not rates" if spread.low > 1.5 * cores else "")
 
 
 def describe(run: Measurement) -> dict[str, Any]:
-    """How a contender was set up, and what it was bounded by; the same in each round."""
+    """Describe a contender's settings and bottleneck; the same in each round."""
     return {"settings": run.settings, "version": run.version, "bottleneck": run.bottleneck}

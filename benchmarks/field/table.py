@@ -71,7 +71,7 @@ def _print_overview(cells: Sequence[Mapping[str, Any]], screen: Console) -> None
 
 
 def _print_costs(cells: Sequence[Mapping[str, Any]], screen: Console) -> None:
-    """What a sample costs in CPU time, and how long the first batch takes: ours, the best peer's, the bare loop's."""
+    """Print a sample's CPU time and the time to the first batch: ours, the best peer's, the bare loop's."""
     heads = (("CPU a sample", "left"), ("from", "left"), ("penstock", "right"), ("peer's", "right"))
     table = _table((*heads, ("loop's", "right"), ("1st batch", "right"), ("peer's 1st", "right")))
     for cell, ours in lines_of(cells):
@@ -140,14 +140,14 @@ def by_speed(contenders: Mapping[str, Any]) -> list[str]:
 
 
 def line_of(cell: Mapping[str, Any]) -> str:
-    """What is said of a cell when it is done."""
+    """Line to print for a finished cell."""
     each = cell["contenders"]
     ours = median(each.get(OURS, {}).get("summary", {}), "first_pass_per_s")
     peer = best_peer(each)
     if ours is None:
         return f"{cell['workload']}, {words.place_of(cell)}: penstock was not measured"
-    told = f"{cell['workload']}, {words.place_of(cell)}: {words.rate(ours)} samples/s"
-    return told if peer is None else f"{told}, {words.times(ratio(each, peer))} {words.name_of(peer)}"
+    line = f"{cell['workload']}, {words.place_of(cell)}: {words.rate(ours)} samples/s"
+    return line if peer is None else f"{line}, {words.times(ratio(each, peer))} {words.name_of(peer)}"
 
 
 def refusals(cells: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[str]]:

@@ -25,12 +25,12 @@ def name_of(contender: str) -> str:
 
 
 def kind_of(ours: str) -> str:
-    """What sets one of our contenders apart, in short; "" where it is the plain one."""
+    """Short mark that sets one of our contenders apart; empty for the plain one."""
     return _KINDS.get(ours, "")
 
 
 def title_of(cell: Mapping[str, Any]) -> str:
-    """What is read, by the name that it has now: results of before may have another."""
+    """Current title of a workload; old results may hold another."""
     case = CASES.get(cell["workload"])
     return str(cell["title"]) if case is None else case.title
 
@@ -110,7 +110,7 @@ def size(value: float | None) -> str:
 
 
 def workers(settings: Mapping[str, Any]) -> str:
-    """What works for a contender: threads or processes, by its settings."""
+    """Workers of a contender, threads or processes, by its settings."""
     if "workers" in settings:
         count = settings["workers"]
         return "no workers" if not count else f"{count} {'worker' if count == 1 else 'workers'}"

@@ -1,4 +1,4 @@
-"""What the consumer does with a batch, the same for every contender: count its samples and bytes."""
+"""Consume a batch, the same way for every contender: count its samples and bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def batch_stats(batch: Any) -> tuple[int, int]:
 
 
 def _is_gathered(values: Any) -> bool:
-    """Whether these are our ``GatheredBytes``, told without importing our loader into a peer's process."""
+    """Return whether these are our ``GatheredBytes``, without importing our loader into a peer's process."""
     return isinstance(values, tuple) and hasattr(values, "offsets")
 
 

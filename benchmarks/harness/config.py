@@ -16,7 +16,7 @@ Environments = Literal["own", "here"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure. A run ends after ``epochs`` passes or ``seconds``, whichever comes first; None is no limit.
+    """Settings of a benchmark. A run ends after ``epochs`` passes or ``seconds``, whichever is first; None is no limit.
 
     ``startup`` measures the time to the first batch by itself too, fresh and after a resume in mid-epoch.
     ``conversions`` is the folder or URL that peers' copies of the data are kept in; None chooses one. ``peer_layout``

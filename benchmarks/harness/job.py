@@ -32,7 +32,7 @@ def check_run(batch_size: int, epochs: int | None, seconds: float | None, step_m
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a process measures. Sent on its standard input, since storage options may hold credentials.
+    """Job of one measuring process. Sent on its standard input, since storage options may hold credentials.
 
     ``mode``: "epoch" reads until ``epochs`` passes or ``seconds`` are over, whichever is first; "first-batch" stops
     after one batch; "check" reads one pass and sums up its content. ``state`` is a position to resume from. ``fields``

@@ -27,7 +27,7 @@ from ..peers.catalogue import PEERS
 from .batch_stats import batch_stats, checksum
 from .job import Job, Measurement, Pass
 from .process_time import tree_cpu_s, waited_cpu_s
-from .subprocesses import TOLD
+from .subprocesses import REASON
 
 
 def measure(job: Job) -> Measurement:
@@ -149,7 +149,7 @@ class _Run:
 
 
 def _join_ranks(job: Job) -> None:
-    """Where there are several ranks, make them a process group as a training job does, and wait for all."""
+    """Join several ranks into a process group, as a training job does, and wait for all; nothing for one rank."""
     if job.world_size == 1:
         return
     import torch.distributed as dist
@@ -170,7 +170,7 @@ def tell(error: Exception) -> int:
     """Say in a line of its own why this process cannot go on; returns its exit code."""
     text = " ".join(str(error).split())
     missing = f"{error.name} is missing or broken ({text})" if isinstance(error, ImportError) else text
-    print(f"\n{TOLD}{missing}", file=sys.stderr, flush=True)
+    print(f"\n{REASON}{missing}", file=sys.stderr, flush=True)
     return 1
 
 

@@ -1,4 +1,4 @@
-"""How peers decode the fields of a sample: the same decoding as ours, with the libraries that their users use."""
+"""Decode the fields of a sample for peers: as ours does, with the libraries that their users use."""
 
 from __future__ import annotations
 

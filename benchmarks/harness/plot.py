@@ -54,13 +54,13 @@ def caption(result: Mapping[str, Any], width: int) -> str:
     """Machine, date and settings of a result, in lines of ``width`` characters."""
     machine, settings, versions = result.get("machine", {}), result.get("settings", {}), result.get("versions", {})
     named = [f"{name} {versions[name]}" for name in (OURS, "torch", *result["summary"]) if name in versions]
-    told = {
+    facts = {
         name: settings[name] for name in ("batch_size", "decode", "epochs", "seconds", "rounds") if name in settings
     }
     parts = [
         f"{machine['cores']} cores of {machine['cpu']}" if machine else "",
         str(result.get("date", "")),
-        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in told.items() if value is not None),
+        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value is not None),
         ", ".join(dict.fromkeys(named)),
     ]
     text = "; ".join(part for part in parts if part)
@@ -68,7 +68,7 @@ def caption(result: Mapping[str, Any], width: int) -> str:
 
 
 def is_wide(rates: Sequence[float]) -> bool:
-    """Whether contenders differ by so much that a linear axis would hide the slower ones."""
+    """Return whether contenders differ by so much that a linear axis would hide the slower ones."""
     some = [rate for rate in rates if rate > 0]
     return bool(some) and max(some) / min(some) > _LOG_FROM
 

@@ -111,7 +111,7 @@ def _read_list(path: Path) -> list[str]:
 
 
 def check_ours(ours: Job) -> Measurement:
-    """What one pass over the data set has to deliver: its samples and their checksum."""
+    """Read one pass with our loader for the samples and the checksum that every contender must deliver."""
     return run_job(_checking(ours))
 
 
@@ -167,7 +167,7 @@ def choose_workers(job: Job, trial_s: float, say: Callable[[str], None], *, time
 
 
 def whole_pass_s(run: Measurement, num_samples: int) -> float:
-    """How long a pass over all data takes, by the start and the rate of a run over some of it."""
+    """Seconds of a pass over all data, extrapolated from the start and the rate of a run over some of it."""
     if run.passes and run.passes[0].complete:
         return run.passes[0].stop_s
     return run.first_batch_s + (num_samples / run.samples_per_s if run.samples_per_s else float("inf"))

@@ -67,7 +67,7 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def ratio_to(summary: Mapping[str, Any], peer: str) -> float:
-    """How many times as fast as a peer we are, by the medians that a summary shows."""
+    """Our speed over a peer's, by the medians of a summary."""
     other = summary[peer]["samples_per_s"]
     return float(summary[OURS]["samples_per_s"] / other) if other else float("inf")
 

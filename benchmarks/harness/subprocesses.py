@@ -22,7 +22,7 @@ from ...storage.errors import PenstockError
 from .job import Job, Measurement, Pass
 
 _SAMPLE_EVERY_S = 0.1
-TOLD = "penstock-bench: "  # starts the line in which a process says why it failed
+REASON = "penstock-bench: "  # starts the line in which a process says why it failed
 _SIGNATURE = re.compile(r"(?<=X-Amz-)(Signature|Credential|Security-Token)=[^&'\"\s]+")  # of a signed URL
 
 
@@ -191,11 +191,11 @@ def _attend(
 
 
 def _last_words(returncode: int, log: str) -> str:
-    """Why a process failed: the sentence that it said for people, or the end of what it printed, without signatures."""
+    """Explain why a process failed: its sentence for people, or the end of its output, without signatures."""
     lines = _SIGNATURE.sub(r"\1=...", log).strip().splitlines()
-    told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
-    if told:
-        return told[-1]
+    reasons = [line.removeprefix(REASON) for line in lines if line.startswith(REASON)]
+    if reasons:
+        return reasons[-1]
     if returncode == -signal.SIGKILL:
         return "the process was killed, as the kernel does where memory is short"
     return f"the process ended with exit code {returncode}:\n" + "\n".join(lines[-15:])

@@ -119,7 +119,7 @@ def _run(command: Sequence[str], environment: dict[str, str], peer: Peer, what: 
 
 
 def reason_of(log: str, peer: Peer) -> str:
-    """Why pip or an import failed, in a sentence without URLs, hosts and paths."""
+    """Explain why pip or an import failed, in a sentence without URLs, hosts and paths."""
     if "No module named pip" in log:
         return "pip is missing here; python -m ensurepip installs it"
     errors = [line for line in log.splitlines() if re.match(r"ERROR|\w*Error\b|.*Error: ", line.strip())]

@@ -1,5 +1,4 @@
-"""Faults between the loader and a real S3 server: what is lost, repeated or wrong,
-and how long it takes.
+"""Inject faults between the loader and a real S3 server, and measure what is lost, repeated or wrong, and for how long.
 
 python -m devtools faults --list          the cases, and each fault
 python -m devtools faults                 all of them, some 25 minutes

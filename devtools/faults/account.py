@@ -1,4 +1,4 @@
-"""What was delivered, compared with what was planned: arithmetic on the ranks' logs, without I/O."""
+"""Account of what was delivered against what was planned: arithmetic on the ranks' logs, without I/O."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ def _is_done(run: Run) -> bool:
 
 def _error_of(run: Run, rank: int | None = None) -> str:
     ranks = range(run.ranks) if rank is None else [rank]
-    told = [line for each in ranks for line in run.lines(each) if line["kind"] == "error"]
-    return f"{told[0]['error']}: {told[0]['message'][:1000]}" if told else ""
+    errors = [line for each in ranks for line in run.lines(each) if line["kind"] == "error"]
+    return f"{errors[0]['error']}: {errors[0]['message'][:1000]}" if errors else ""
 
 
 @contextmanager

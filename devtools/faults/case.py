@@ -1,4 +1,4 @@
-"""What a case of the bench is, what is found, and which limits fail it."""
+"""Case of the bench, its outcome, and the limits that fail it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came of a case. Times in seconds; ``failures`` is empty where every limit held."""
+    """Outcome of a case. Times in seconds; ``failures`` is empty where every limit held."""
 
     name: str
     group: str

@@ -29,7 +29,7 @@ def payload_of(number: int, size: int = SAMPLE_BYTES) -> bytes:
 
 
 def digest_of(payload: bytes | memoryview) -> int:
-    """What a sample's content is compared by: 64 bits of xxh3."""
+    """Digest to compare a sample's content by: 64 bits of xxh3."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
@@ -84,5 +84,5 @@ def plan_epoch(
 
 
 def is_batch_of(planned: Sequence[int], delivered: Sequence[int]) -> bool:
-    """Whether all ranks' parts of a global batch are, together, what was planned."""
+    """Return whether all ranks' parts of a global batch are, together, what was planned."""
     return sorted(planned) == sorted(delivered)

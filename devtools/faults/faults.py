@@ -1,4 +1,4 @@
-"""What can be wrong with one answer of a server. Values alone; `devtools.faults.proxy` acts on them."""
+"""Faults of one answer of a server. Values alone; `devtools.faults.proxy` acts on them."""
 
 from __future__ import annotations
 

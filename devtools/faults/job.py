@@ -1,4 +1,4 @@
-"""What one reading process is told, and what it tells: the ends of a line between the bench and its ranks."""
+"""Job and reports of one reading process: the protocol between the bench and its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How to read. Rank and world size come from torchrun's environment, else 0 of 1.
+    """Reading job. Rank and world size come from torchrun's environment, else 0 of 1.
 
     ``options`` are storage options, ``options_of_rank`` those that differ on a rank (by its number as text). With
     ``group`` the ranks have a process group, and with ``meets`` they also meet in an all-reduce after each batch.
@@ -46,5 +46,5 @@ class Job:
         return Job(**json.loads(text))
 
     def log_of(self, rank: int) -> Path:
-        """Where a rank tells: one JSON object a line, each written at once, so that a SIGKILL loses none."""
+        """Log file of a rank: one JSON object a line, each written at once, so that a SIGKILL loses none."""
         return Path(self.folder, f"attempt-{self.attempt:03d}-rank-{rank}.jsonl")

@@ -52,10 +52,9 @@ def identity(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def look_at_process() -> dict[str, int]:
-    """What this process has: resident bytes and those that malloc gave out, threads, descriptors.
+    """Measure this process: resident bytes and those that malloc gave out, threads, descriptors.
 
-    ``threads`` leaves those out that fetch: how many these are is tuned while it runs, more while a server fails, and
-    later fewer again.
+    ``threads`` leaves out those that fetch: their number is tuned at run time, and rises while a server fails.
     """
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     own = [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
@@ -79,7 +78,7 @@ class Reader:
         self._log = Log(job.log_of(rank))
         self._digests = make_digests(job.samples, job.sample_bytes)
         self._batches = 0
-        self._told_at = float("-inf")
+        self._reported_at = float("-inf")
 
     def run(self) -> int:
         job = self._job
@@ -151,7 +150,7 @@ class Reader:
         return DistributedDataLoader(self._job.url, **given)
 
     def _warm_up(self) -> None:
-        """What a process keeps for ever, such as the threads of libraries, is there before it is looked at."""
+        """Create what a process keeps for ever, such as the threads of libraries, before anything is measured."""
         with self._open(dict(self._job.direct)) as loader:
             next(iter(loader))
 
@@ -166,8 +165,8 @@ class Reader:
                 self._batches += 1
                 if self._batches == 10 and job.clock_jump_s:
                     jump_clock(job.clock_jump_s)
-                if time.monotonic() - self._told_at > TELL_EVERY_S:
-                    self._told_at = time.monotonic()
+                if time.monotonic() - self._reported_at > TELL_EVERY_S:
+                    self._reported_at = time.monotonic()
                     self._log.tell(kind="process", **look_at_process(), counts=count_requests(loader))
                 time.sleep(job.pace_s)
                 if self._meet():
@@ -176,7 +175,7 @@ class Reader:
                 return
 
     def _meet(self) -> bool:
-        """Whether the ranks stop after this batch."""
+        """Meet the other ranks, and return whether all stop after this batch."""
         asked = Path(self._job.folder, "stop").exists() and self._rank == 0
         if not self._job.meets:
             return asked

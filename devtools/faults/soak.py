@@ -67,7 +67,7 @@ def parse_seconds(text: str) -> float:
 
 @dataclass(kw_only=True)
 class SoakReport:
-    """What a soak found; ``failures`` is empty where all is well. Growth is that of the longest attempts' processes."""
+    """Report of a soak; ``failures`` is empty where all is well. Growth is that of the longest attempts' processes."""
 
     seconds: float
     ranks: int
@@ -152,13 +152,13 @@ class Soak:
             return self._report(stage, time.monotonic() - began)
 
     def _play(self, stage: Stage, began: float, advance: Advance) -> None:
-        told = 0
+        shown_s = 0
         while (left_s := self._seconds - (time.monotonic() - began)) > 0:
             self._start(stage)
             for _ in self._live(stage, min(left_s, self._draw.uniform(*self._deadly_every_s))):
                 now = int(time.monotonic() - began)
-                advance(now - told)
-                told = now
+                advance(now - shown_s)
+                shown_s = now
             if time.monotonic() - began < self._seconds:
                 self._end_deadly(stage)
 
@@ -289,27 +289,28 @@ class Soak:
         report.faults = dict(self._made)
         for attempt in attempts:
             for lines in attempt.ranks:
-                told = [line for line in lines if line["kind"] == "process"]
+                readings = [line for line in lines if line["kind"] == "process"]
                 for name in ("requests", "retries", "hedges"):
-                    setattr(report, name, getattr(report, name) + (told[-1]["counts"].get(name, 0) if told else 0))
-                _note_growth(told, report)
+                    count = readings[-1]["counts"].get(name, 0) if readings else 0
+                    setattr(report, name, getattr(report, name) + count)
+                _note_growth(readings, report)
         report.failures = self._failures + list(_list_failures(report))
         return report
 
 
-def _note_growth(told: list[Line], report: SoakReport) -> None:
-    """How much a process grew from the first third of its life, after a warm-up, to the last; medians."""
-    if not told or told[-1]["t"] - told[0]["t"] < _LONG_S:
+def _note_growth(readings: list[Line], report: SoakReport) -> None:
+    """Note how much a process grew from the first third of its life, after a warm-up, to the last; medians."""
+    if not readings or readings[-1]["t"] - readings[0]["t"] < _LONG_S:
         return
-    told = told[len(told) // 10 :]
-    third = len(told) // 3
+    readings = readings[len(readings) // 10 :]
+    third = len(readings) // 3
     for name, where in (
         ("rss", "growth_bytes"),
         ("allocated", "growth_allocated_bytes"),
         ("threads", "growth_threads"),
         ("descriptors", "growth_descriptors"),
     ):
-        first, last = (statistics.median(line[name] for line in part) for part in (told[:third], told[-third:]))
+        first, last = (statistics.median(line[name] for line in part) for part in (readings[:third], readings[-third:]))
         setattr(report, where, max(getattr(report, where), int(last - first)))
 
 
@@ -330,5 +331,5 @@ def _list_failures(report: SoakReport) -> Iterator[str]:
 
 
 def _why(run: Run) -> str:
-    told = [line for rank in range(run.ranks) for line in run.lines(rank) if line["kind"] == "error"]
-    return f"{told[0]['error']}: {told[0]['message'][:300]}" if told else run.tail()[-500:]
+    errors = [line for rank in range(run.ranks) for line in run.lines(rank) if line["kind"] == "error"]
+    return f"{errors[0]['error']}: {errors[0]['message'][:300]}" if errors else run.tail()[-500:]

@@ -1,4 +1,4 @@
-"""Where a case of the bench is played: the proxy before the real server, the data, and the processes that read."""
+"""Stage of a case of the bench: the proxy before the real server, the data, and the reading processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Run:
             )
 
     def lines(self, rank: int) -> list[Line]:
-        """What a rank has told so far; a line that is being written is left out."""
+        """Lines that a rank has written so far, without one that is still being written."""
         try:
             text = self.job.log_of(rank).read_text()
         except OSError:
@@ -178,14 +178,14 @@ class Stage:
         return self.run
 
     def _reached(self) -> tuple[Position, Mapping[str, Any] | None]:
-        """Where every rank of the last attempt came, and the loader's state there; None if it never opened the data."""
+        """Position that every rank of the last attempt reached, and the loader's state there; None without data."""
         reached = self.attempts()[-1].reached
-        told = [line["state"] for run in self.runs for line in run.lines(0) if line["kind"] == "open"]
-        if not told:
+        states = [line["state"] for run in self.runs for line in run.lines(0) if line["kind"] == "open"]
+        if not states:
             return reached, None
         epoch, consumed = reached
         upcoming = (epoch + 1, 0) if consumed == SAMPLES else reached
-        return reached, {**unseal(told[-1]), "epoch": upcoming[0], "consumed": upcoming[1]}
+        return reached, {**unseal(states[-1]), "epoch": upcoming[0], "consumed": upcoming[1]}
 
     def attempts(self) -> list[Attempt]:
         return [

@@ -1,5 +1,7 @@
-"""Looks for a wrong byte where memory is used again: random programmes of users keep, change and drop what loaders
-deliver, of data whose every value follows from its sample's id, and compare each value when it comes and long after.
+"""Search for wrong bytes in memory that is used again.
+
+Random programmes of users keep, change and drop what loaders deliver, of data whose every value follows from its
+sample's id, and compare each value when it comes and long after.
 
 A seed draws a programme: a data set, a loader's arguments, ways to keep a batch or a part of it (views, slices, arrays,
 tensors, DLPack, Arrow, graphs, cycles, pickles), values that are overwritten, forks, interrupts, resumes, passes that

@@ -33,7 +33,7 @@ _CHUNK_BYTES = 1_300_000
 _SAMPLES = 1400
 _SHARDS = 4
 _WIDE, _NARROW, _SEQ = 512, 16, 512
-_TOLD = 4  # of a sequence's tokens, that tell it
+_KEY_TOKENS = 4  # of a sequence's tokens, that tell it
 
 Values = Mapping[str, Any]
 
@@ -55,7 +55,7 @@ class Known:
     def find(self, sample: Values) -> int:
         """The id of a sample, by what it holds."""
         if "tokens" in sample:
-            return _token_ids()[sample["tokens"][:_TOLD].tobytes()]
+            return _token_ids()[sample["tokens"][:_KEY_TOKENS].tobytes()]
         return int(sample["__key__"] if "__key__" in sample else sample["id"])
 
 
@@ -148,7 +148,7 @@ def _token_value(field: str, sample_id: int) -> AnyArray:
 @cache
 def _token_ids() -> dict[bytes, int]:
     """Sample ids by their first tokens."""
-    return {_token_value("tokens", i)[:_TOLD].tobytes(): i for i in range(4 * _SAMPLES)}
+    return {_token_value("tokens", i)[:_KEY_TOKENS].tobytes(): i for i in range(4 * _SAMPLES)}
 
 
 def _table(ids: range) -> pa.Table:

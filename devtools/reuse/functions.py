@@ -1,4 +1,4 @@
-"""What users' functions do to samples, and what becomes of a value by it."""
+"""Functions as users write them for samples, and what becomes of a value by each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEPT = 400
 
 
 def change_in_place(sample: Sample) -> Sample:
-    """What many do: arrays, lists and dicts are changed where they are."""
+    """Change arrays, lists and dicts in place, as many users do."""
     for value in sample.values():
         if isinstance(value, np.ndarray):
             value += 1
@@ -27,7 +27,7 @@ def change_in_place(sample: Sample) -> Sample:
 
 
 def changed(value: Any) -> Any:
-    """What ``change_in_place`` makes of a value."""
+    """Value that ``change_in_place`` makes of this one."""
     if isinstance(value, np.ndarray):
         return value + value.dtype.type(1)
     if isinstance(value, list):

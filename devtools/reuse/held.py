@@ -1,4 +1,4 @@
-"""What is kept of batches, and what it must be whenever it is looked at."""
+"""Parts of batches that are kept, and the values that they must have at every later check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WrongValueError(PenstockError):
 
 @dataclass
 class Tally:
-    """What was done and compared."""
+    """Tally of what was done and compared."""
 
     programmes: int = 0
     batches: int = 0
@@ -36,7 +36,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is kept of one field of a batch: of the samples ``ids``, whose values ``value`` says."""
+    """Kept part of one field of a batch: of the samples ``ids``, whose values ``value`` says."""
 
     name: str
     ids: Sequence[int]
@@ -44,7 +44,7 @@ class Held:
     value: Value
 
     def check(self) -> int:
-        """How many bytes were compared. Raises WrongValueError where they are not what they were."""
+        """Compare the bytes and return their number. Raises WrongValueError where they are not what they were."""
         if self.kept.read is None:
             return 0
         wanted = wanted_of(self.name, self.ids, self.value)
@@ -76,7 +76,7 @@ def delivered(values: Any) -> Any:
 
 
 def differs(found: Any, wanted: Any) -> bool:
-    """Whether values are not the same, numbers bit by bit."""
+    """Return whether values differ, numbers bit by bit."""
     if isinstance(found, torch.Tensor):
         found = found.numpy()
     if isinstance(wanted, np.ndarray | np.generic):

@@ -1,4 +1,4 @@
-"""What users keep of a field of a batch, and how to tell, at any later time, whether it still is right."""
+"""Keep a field of a batch as users do, in any form from which a later check can tell whether it still is right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.loader.columns import AnyArray
 
 
 class Kept(NamedTuple):
-    """What is kept, how it is read (None: not at all), and what of all values of the field it must then be."""
+    """Kept value, how it is read (None: not at all), and what of all values of the field it must then be."""
 
     value: Any
     read: Callable[[Any], Any] | None

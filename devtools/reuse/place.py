@@ -1,4 +1,4 @@
-"""Where data sets are read from: a folder, or a real S3 server behind a proxy that spoils some of its answers."""
+"""Places of data sets: a folder, or a real S3 server behind a proxy that spoils some of its answers."""
 
 from __future__ import annotations
 

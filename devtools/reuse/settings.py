@@ -43,7 +43,7 @@ class Settings:
 
     @property
     def kept_inputs(self) -> list[dict[str, Any]]:
-        """What a transform kept of what it was given."""
+        """Inputs that the transform kept."""
         transform = self.arguments.get("transform")
         return transform.kept if isinstance(transform, KeepInput) else []
 

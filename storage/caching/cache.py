@@ -25,7 +25,7 @@ _Views = list[memoryview]  # inside the class, list is a verb
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheCounts:
-    """What the cache did since the store was opened; ``uncached`` counts reads that could not be stored."""
+    """Counts of the cache since the store was opened; ``uncached`` counts reads that could not be stored."""
 
     hits: int
     misses: int
@@ -56,7 +56,7 @@ class CacheStore:
         self._disk = CacheDisk(Path(folder), limit_bytes)
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(CacheCounts.__slots__, 0)
-        self._told = 0  # of the corrupt entries, by ``close``
+        self._reported_corrupt = 0  # of the corrupt entries, by ``close``
 
     def __reduce__(self) -> tuple[Callable[..., CacheStore], tuple[Store, str, int | None, str]]:
         return (_rebuild, (self._inner, *self._arguments, self._identity))
@@ -75,7 +75,7 @@ class CacheStore:
 
     @property
     def counts(self) -> CacheCounts:
-        """What the cache did so far."""
+        """Counts of the cache so far."""
         with self._lock:
             return CacheCounts(**self._counts)
 
@@ -149,7 +149,7 @@ class CacheStore:
     def close(self) -> None:
         self._inner.close()
         self._disk.close()
-        corrupt, self._told = self.counts.corrupt - self._told, self.counts.corrupt
+        corrupt, self._reported_corrupt = self.counts.corrupt - self._reported_corrupt, self.counts.corrupt
         if corrupt > 1:
             _LOG.warning("the cache of %s had %d corrupt entries; check its disk", self.url, corrupt)
 

@@ -51,15 +51,18 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class CacheDisk:
-    """One user's cache below a folder. Mutable state in memory: the folder that is held, and when writing may resume,
-    both under a lock; the rest is in files."""
+    """Cache of one user below a folder.
+
+    Mutable state in memory: the folder that is held, and when writing may resume, both under a lock; the rest is in
+    files.
+    """
 
     def __init__(self, folder: Path, limit_bytes: int | None) -> None:
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"a cache of {limit_bytes} bytes: the limit has to be 1 or more, or None")
         self._folder = folder
         self._paused_until = 0.0
-        self._warned = self._is_closed = self._told_too_large = False
+        self._warned = self._is_closed = self._has_warned_of_size = False
         self._lock = threading.Lock()
         self._root = OwnFolder.nowhere()
         try:
@@ -258,9 +261,9 @@ class CacheDisk:
 
     def _tell_too_large(self, size: int) -> None:
         with self._lock:
-            if self._told_too_large or self._warned:
+            if self._has_warned_of_size or self._warned:
                 return
-            self._told_too_large = True
+            self._has_warned_of_size = True
         _LOG.warning(
             "the cache in %s has no room for a range of %s bytes: its limit is %s bytes. Such ranges are read from the "
             "store each time; raise cache_limit=, or free disk space",

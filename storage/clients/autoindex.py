@@ -117,8 +117,9 @@ def list_index(
 
 
 def _head_all(head: Callable[[str], ObjectInfo], files: Sequence[str]) -> list[ObjectInfo]:
-    """Asks for each file. What fails for now is asked again, fewer at a time: a server that bears less than these many
-    would refuse some of a whole listing each time.
+    """Request the head of each file. Those that fail for now are requested again, fewer at a time.
+
+    A server that bears fewer would otherwise refuse some of a whole listing each time.
     """
     found: dict[str, ObjectInfo] = {}
     threads, pause_s = HEAD_THREADS, _FIRST_PAUSE_S

@@ -74,7 +74,7 @@ class BridgeStore:
         return self._url
 
     def _find_root(self) -> str:
-        """Where to read: on the Hugging Face Hub at one commit, since what is known of a branch's files is kept there.
+        """Find the root to read from; on the Hugging Face Hub pin it to a commit, since fsspec caches a branch's files.
 
         Raises what the file system raises.
         """
@@ -181,7 +181,7 @@ class BridgeStore:
         """Do nothing: fsspec shares the file system with everyone else in the process."""
 
     def _cause(self, exc: BaseException) -> BaseException | None:
-        """What to raise from: the exception itself, unless a secret is in it or in what it came from."""
+        """Choose the exception to raise from: the given one, unless it or one of its causes holds a secret."""
         last: BaseException | None = exc
         while last is not None:
             if any(secret in f"{last!r} {last}" for secret in self._secrets):

@@ -51,9 +51,9 @@ _FOREIGN_VARIABLES = re.compile(r"(?i)AWS_(SKIP_SIGNATURE|S3_EXPRESS|SERVER_SIDE
 
 
 def why_not(scheme: str, origin: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> str | None:
-    """What keeps a store's ranges with obstore, in a word or two; None where they are read directly.
+    """Explain in a word or two why obstore must read a store's ranges; None if they are read directly.
 
-    ``config`` and ``client``: as `penstock.storage.options` settles them.
+    ``config`` and ``client`` are options as `penstock.storage.options` resolves them.
     """
     is_s3 = scheme in {"s3", "s3a"}
     if not is_s3 and scheme != "http":

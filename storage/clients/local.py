@@ -74,7 +74,7 @@ class LocalStore:
 
     @property
     def maps_views(self) -> bool:
-        """Whether what is mapped may be looked at later, when the file may have changed."""
+        """Return whether mapped values may be read later, when the file may have changed."""
         return self._maps == "views"
 
     @property

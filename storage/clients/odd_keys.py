@@ -13,11 +13,11 @@ _LOG = logging.getLogger(__name__)
 _NAMED = 3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
-_told: set[str] = set()  # the places whose odd keys this process has told of
+_warned: set[str] = set()  # the places whose odd keys this process has told of
 
 
 def has_name(key: str) -> bool:
-    """Whether obstore can read an object of this name: no empty, '.' or '..' part, and no control character."""
+    """Return whether obstore can read this name: it has no empty, '.' or '..' part, and no control character."""
     return is_key(key) and _CONTROL.search(key) is None
 
 
@@ -26,8 +26,8 @@ def leave_out_odd(
 ) -> list[ObjectInfo]:
     """The objects of a listing whose keys are usual; warns, once a place, of those that are not."""
     odd = [info.key for info in found if not is_usual(info.key)]
-    if odd and url not in _told:
-        _told.add(url)
+    if odd and url not in _warned:
+        _warned.add(url)
         _LOG.warning(
             "%s: left out of the listing: %s%s; keys with an empty, '.' or '..' part or a control character can't be "
             "read, so rename these if they are data",

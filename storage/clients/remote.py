@@ -280,7 +280,7 @@ class RemoteStore:
                 store.close()
 
     def _put_if(self, path: str, view: memoryview, etag: str | None) -> Any:
-        """What obstore returns for a conditional write, or None if the object has another ETag; raises its errors."""
+        """Write if the object still has this ETag and return obstore's result, else None; raises obstore's errors."""
         if etag is None:
             return obstore.put(self._client, path, view, mode="create", use_multipart=False)
         version = {}

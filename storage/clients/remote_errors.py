@@ -58,7 +58,7 @@ class Translator:
         self._secrets = sorted(secrets, key=len, reverse=True)
 
     def cause(self, exc: BaseException) -> BaseException | None:
-        """What to raise from: the exception itself, unless its text has a secret, or what a server said, in it."""
+        """Choose the exception to raise from: the given one, unless its text holds a secret or a server's words."""
         text = str(exc)
         return exc if not _STATUS.search(text) and self._scrub(text) == text else None
 

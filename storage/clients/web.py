@@ -170,7 +170,7 @@ class WebClient:
 
 
 def is_same_origin(url: str, origin: str) -> bool:
-    """Whether scheme, host and port are the same."""
+    """Return whether scheme, host and port are the same."""
     return _origin_of(url) == _origin_of(origin)
 
 

@@ -1,4 +1,4 @@
-"""Where the key of encrypted data comes from: the environment, a file, or the caller; never from an option's text."""
+"""Load the key of encrypted data from the environment, a file or the caller, never from an option's text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an encrypted object is laid out: a header, then frames of AES-256-GCM, any of which can be opened alone. Pure.
+"""Layout of an encrypted object: a header, then frames of AES-256-GCM, each of which opens alone. Pure functions.
 
 Every object has a random id of 32 bytes, and its own key: HKDF-SHA256 (RFC 5869) of the user's key, salted by that id.
 A frame's nonce is its number and whether it is the last one, so no nonce repeats under a key, and frames that are cut
@@ -38,7 +38,7 @@ _MOST_PARTS = 0xFFFF
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Keys:
-    """What is derived from a user's key once."""
+    """Keys derived once from a user's key."""
 
     user_key: bytes
     header_key: bytes
@@ -155,7 +155,7 @@ def plain_size(size: int) -> int:
 
 
 def sealed_range(byte_range: ByteRange, length: int) -> tuple[ByteRange, int]:
-    """Where the frames are that hold a range of the content, which is not empty; and the number of the first one."""
+    """Range of the frames that hold a range of the content, which is not empty, and the number of the first frame."""
     first, last = byte_range.start // FRAME_BYTES, (byte_range.stop - 1) // FRAME_BYTES
     stop = min(HEADER_BYTES + (last + 1) * _SEALED_BYTES, sealed_size(length))
     return ByteRange(HEADER_BYTES + first * _SEALED_BYTES, stop), first

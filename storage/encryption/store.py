@@ -164,7 +164,7 @@ class EncryptedStore:
         return result
 
     def _open(self, key: str, etag: str | None) -> Opened:
-        """What opens an object, from its header, which is kept where an ETag says of which version it is."""
+        """Open an object by its header, which is cached where an ETag identifies the version."""
         name = None if etag is None else (key, etag)
         with self._lock:
             opened = None if name is None else self._headers.get(name)

@@ -44,7 +44,7 @@ class _Region:
 
 
 class Allowance:
-    """How many bytes of idle buffers its owner makes room for in its own budget; none once it is closed, or dropped."""
+    """Bytes of idle buffers that the owner reserves in its own budget; none once it is closed or dropped."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers

@@ -1,7 +1,7 @@
-"""What is asked of the C library past Python's own modules: pages of memory, and what its allocator keeps.
+"""Calls of the C library that Python's modules lack: pages of memory, and statistics of the allocator.
 
-All of it is declared here, and each function says what it does on a platform that lacks the call: glibc and musl on
-64-bit Linux have those of pages, glibc alone those of the allocator. Errors are Python's: an OSError with its errno.
+Each function says what it does on a platform that lacks its call: glibc and musl on 64-bit Linux have those of pages,
+glibc alone those of the allocator. Errors are Python's: an OSError with its errno.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ class _Loan(weakref.ref[Any], Generic[Memory]):
 
 
 class Loans(Generic[Memory]):
-    """What is lent, and what came back and is not taken yet. Any thread may call; each step is one of a dict or deque.
+    """Leases of memory: those still out, and those that ended and wait to be reclaimed. Any thread may call any method.
 
-    When an exporter dies, at any allocation of any thread, no function of Python's is called: an interrupt would be
-    raised in it, and be lost, as all that is raised there.
+    An exporter may die at any allocation of any thread. No Python function is called then: an interrupt raised inside
+    a callback would be lost.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Loans(Generic[Memory]):
         return loan
 
     def take_back(self) -> Iterator[Memory]:
-        """What came back since it was last asked for. Who is interrupted in between loses one."""
+        """Reclaim the memory of leases that ended since the last call. An interrupt between two may lose one."""
         with suppress(IndexError):
             while True:
                 loan = self._ended.popleft()
@@ -55,7 +55,7 @@ class Loans(Generic[Memory]):
                 yield loan.memory
 
     def lent(self) -> Iterator[Memory]:
-        """What somebody refers to."""
+        """Memory that somebody still refers to."""
         return (loan.memory for loan in self._lent.copy().values())
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""What the C library's allocator does with memory that batches leave."""
+"""Keep memory that batches free inside the C library's allocator."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def kind_of_disk(device: int) -> str:
 
 
 def can_map(device: int) -> bool:
-    """Whether parts of files on this device can be mapped safely."""
+    """Return whether parts of files on this device can be mapped safely."""
     return libc.HAS_PAGE_CALLS and kind_of_disk(device) in _OWN_DISKS
 
 

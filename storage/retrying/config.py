@@ -1,4 +1,4 @@
-"""How long and how often requests are tried, and what is counted of it."""
+"""Settings and counts of retries."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryConfig:
-    """How long and how often requests are tried, and how many run concurrently.
+    """Limits on the time, number and concurrency of tries.
 
-    ``deadline_s`` covers a call with all its tries. One try breaks off after ``idle_timeout_s`` without a byte, and
-    where the whole response comes at less than ``min_bytes_per_s``: 12 s for up to 4 MiB, 24 s for up to 16 MiB, and so
-    on in doublings. The next try has twice the time, and so has every try where all of a host's responses are slow. A
+    ``deadline_s`` covers a call with all its tries. A try is broken off after ``idle_timeout_s`` without a byte, or
+    when the whole response comes at less than ``min_bytes_per_s``: after 12 s for up to 4 MiB, 24 s for up to 16 MiB,
+    and so on in doublings. The next try gets twice the time, and so does every try while a whole host is slow. A
     try that begins within the deadline may end after it. Calls that last longer than ``warn_after_s`` are logged as
     warnings.
 

@@ -50,7 +50,7 @@ class LatencyBook:
             return ordered[len(ordered) * 95 // 100] if ordered and len(ordered) >= ENOUGH else None
 
     def late_s(self, size_bytes: int, blind_s: float) -> float:
-        """When a response of about this size is late enough for a second request.
+        """Latency at which a response of about this size gets a second request.
 
         Three times the 95th percentile: one response in twenty is later than that percentile by definition, and healthy
         ones are no reason to ask again. With few latencies known, four times the longest; with fewer, ``blind_s``.
@@ -64,10 +64,10 @@ class LatencyBook:
 
 
 class HedgeBudget:
-    """How many second requests are allowed. Mutable state: three counts; the caller holds a lock.
+    """Budget of second requests. Mutable state: three counts; the caller holds a lock.
 
-    A second request that wins gives its place back, unless the host throttles: what is slow there is then load, and
-    second requests add to it.
+    A second request that wins returns its place, unless the host throttles: then load is what makes it slow, and
+    second requests add load.
     """
 
     def __init__(self, share: float) -> None:
@@ -76,7 +76,7 @@ class HedgeBudget:
         self.won = 0
 
     def allows(self, requests: int, *, throttled: bool) -> bool:
-        """Whether one more may be sent after so many requests."""
+        """Return whether one more may be sent after ``requests`` requests."""
         if self._share == 0:
             return False
         spent = self.sent if throttled else self.sent - self.won

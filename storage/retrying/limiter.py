@@ -1,4 +1,4 @@
-"""How many requests may run at once: a limit per host for the threads of a process, and one for all of a node's.
+"""Limits on concurrent requests: one per host for the threads of a process, and one for all processes of a node.
 
 Additive increase, multiplicative decrease (Chiu and Jain, 1989), as in TCP: a round of successes adds one, a throttled
 request halves.

@@ -1,4 +1,4 @@
-"""How long one try of a request may take: its size over a floor on throughput, longer where a whole host is slow."""
+"""Timeout of one try of a request: its size over a throughput floor, longer while a whole host is slow."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ class RetryStore:
                 self._retries += 1
 
     def _is_doubtful(self, exc: StorageError, is_indexed: bool) -> bool:
-        """Whether the store contradicts what it said before."""
+        """Return whether this answer contradicts an earlier one of the store."""
         return (self._granted and isinstance(exc, AccessDeniedError)) or (is_indexed and isinstance(exc, NotFoundError))
 
     def _note_failure(self, exc: StorageError) -> None:

@@ -1,1 +1,1 @@
-"""What all rooms tell of themselves while they run: counts, traces, metrics, the process's use of its machine."""
+"""Observability for all rooms: counts, traces, metrics, and the process's use of its machine."""

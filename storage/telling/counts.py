@@ -1,4 +1,4 @@
-"""What a store did: requests, retries and cache hits, added up over the layers that it is composed of."""
+"""Counts of a store's requests, retries and cache hits, summed over its layers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def count_running(store: object) -> tuple[int, int]:
 
 
 def fastest_response_s(store: object) -> float | None:
-    """How long the store's host took for its fastest response to this process so far; None where there was none."""
+    """Shortest round trip to the store's host that this process has seen, in seconds; None before any response."""
     limiters = [layer.limiter for layer in _layers(store) if isinstance(layer, RetryStore)]
     return limiters[0].round_trip_s if limiters else None
 

@@ -72,7 +72,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where metrics are read, as ``http://127.0.0.1:9100/metrics``."""
+        """Address of the metrics, as ``http://127.0.0.1:9100/metrics``."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"http://{host}:{self.port}/metrics"
 
@@ -105,7 +105,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine reach an address."""
+    """Return whether only processes of this machine reach an address."""
     if address == "localhost":
         return True
     try:
@@ -129,7 +129,7 @@ def _with_token(application: Any, token: str) -> _Application:
 
 
 class _Collector:
-    """What prometheus-client asks for at each request: families of numbers that share a name."""
+    """Collector for prometheus-client: at each request it groups numbers of one name into a family."""
 
     def __init__(self, read: Callable[[], Iterable[Number]]) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""What this process and its node take, by the kernel's own counts: resident memory, disk and network."""
+"""Resources that this process and its node use, by the kernel's counts: resident memory, disk and network."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def read_traffic() -> dict[str, int]:
     """
     found: dict[str, int] = {}
     try:
-        told = dict(line.split(": ", 1) for line in Path(_IO).read_text().splitlines() if ": " in line)
-        found["disk_read_bytes"] = int(told["read_bytes"])
-        found["disk_written_bytes"] = int(told["write_bytes"])
+        counts = dict(line.split(": ", 1) for line in Path(_IO).read_text().splitlines() if ": " in line)
+        found["disk_read_bytes"] = int(counts["read_bytes"])
+        found["disk_written_bytes"] = int(counts["write_bytes"])
     except (OSError, KeyError, ValueError):
         pass  # no /proc, or a sandbox without this file
     try:

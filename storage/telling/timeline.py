@@ -1,4 +1,4 @@
-"""Who did what when: spans of work by thread, kept while somebody records, and written as a Chrome trace."""
+"""Timeline of work by thread: spans kept while somebody records, written as a Chrome trace."""
 
 from __future__ import annotations
 

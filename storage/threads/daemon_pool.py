@@ -99,7 +99,7 @@ class DaemonPool:
 
     @property
     def max_threads(self) -> int | None:
-        """How many jobs may run at a time."""
+        """Number of jobs that may run at a time; None for no limit."""
         return self._max_threads
 
     def limit(self, max_threads: int) -> None:
@@ -141,7 +141,7 @@ class DaemonPool:
         self.close(_INTERRUPTED_S if is_interrupt else None, cancel=kind is not None)
 
     def _leave(self) -> bool:
-        """Whether the calling thread is one too many, and belongs to the pool no longer."""
+        """Remove the calling thread from the pool if there is one too many, and return whether it was removed."""
         with self._lock:
             if self._closed or self._max_threads is None or len(self._threads) <= self._max_threads:
                 return False

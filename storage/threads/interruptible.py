@@ -33,21 +33,21 @@ class Condition(_RLock, threading.Condition):  # type: ignore[misc]
         """As that of ``threading.Condition``; the lock is taken again, however it ends."""
         if not self._is_owned():
             raise RuntimeError("only the thread that has taken a condition's lock can wait for it")
-        waiter, is_told = threading.Lock(), False
+        waiter, is_notified = threading.Lock(), False
         waiter.acquire()
         taken_once = (1, threading.get_ident())
         self._waiters.append(waiter)
         try:
             self._release_save()
-            is_told = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            is_notified = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
             try:
                 self._acquire_restore(taken_once)  # which no signal interrupts, but one may come as it returns
             finally:
-                if not is_told:  # else the next ``notify`` would be for nobody
+                if not is_notified:  # else the next ``notify`` would be for nobody
                     with suppress(ValueError):
                         self._waiters.remove(waiter)
-        return is_told
+        return is_notified
 
 
 class Event:

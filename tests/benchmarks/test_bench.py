@@ -267,12 +267,12 @@ def test_a_failing_look_at_memory_does_not_end_the_watch(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_fails_for_a_known_reason_says_it_in_one_sentence() -> None:
-    log = f"Traceback (most recent call last):\n  File x\n\n{subprocesses.TOLD}decoding images needs OpenCV\n"
+    log = f"Traceback (most recent call last):\n  File x\n\n{subprocesses.REASON}decoding images needs OpenCV\n"
     assert subprocesses._last_words(1, log) == "decoding images needs OpenCV"
     assert "exit code 3" in subprocesses._last_words(3, "Traceback\nKeyError: 1")
 
 
-@pytest.mark.parametrize("told", ["", subprocesses.TOLD])
+@pytest.mark.parametrize("told", ["", subprocesses.REASON])
 def test_last_words_leave_out_what_signs_a_url(told: str) -> None:
     url = "http://h/b/x.tar?X-Amz-Credential=who%2F1&X-Amz-Expires=60&X-Amz-Security-Token=tok&X-Amz-Signature=5ec7e7"
     words = subprocesses._last_words(1, f"{told}OSError: (('curl -sfL '{url}',), 22) @ pipe:curl '{url}'\n")

@@ -76,8 +76,8 @@ def test_peers_that_fail_are_reported_and_the_others_go_on(tmp_path: Path, canne
         workloads=("tokens",), stores=("local",), ranks=(1,), against=("litdata", "spdl", "torch"), scale=0.001,
         rounds=3, workers=0, resume=False,
     )  # fmt: skip
-    place, told = tmp_path / "deep" / "field.json", _Silent()
-    found = runner.run_field(config, data=tmp_path / "data", report=place, command="penstock bench", told=told)
+    place, progress = tmp_path / "deep" / "field.json", _Silent()
+    found = runner.run_field(config, data=tmp_path / "data", report=place, command="penstock bench", progress=progress)
     [result] = found["cells"]
     assert sorted(result["contenders"]) == [LIMIT, OURS, "torch"]
     assert all(len(each["rounds"]) == 3 for each in result["contenders"].values())
@@ -89,11 +89,13 @@ def test_peers_that_fail_are_reported_and_the_others_go_on(tmp_path: Path, canne
     assert json.loads(place.read_text()) == json.loads(json.dumps(found))
     # The same command again has nothing left to do; another store, which is not there, is added and told.
     order.clear()
-    assert runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)["cells"] == [result]
+    assert runner.run_field(config, data=tmp_path / "data", report=place, command="x", progress=progress)["cells"] == [
+        result
+    ]
     assert order == []
-    assert told.cells == ["tokens · local · 1 rank"]
+    assert progress.cells == ["tokens · local · 1 rank"]
     more = replace(config, ranks=(2,))
-    found = runner.run_field(more, data=tmp_path / "data", report=place, command="y", told=told)
+    found = runner.run_field(more, data=tmp_path / "data", report=place, command="y", progress=progress)
     assert found["cells"][0] == result
     assert (found["command"], found["settings"]["ranks"], len(found["cells"])) == ("penstock bench; y", [1, 2], 2)
 
@@ -110,7 +112,7 @@ def test_slow_peers_are_left_out_after_a_round_and_it_is_noted(tmp_path: Path, c
         workers=0, resume=False, drop_slower=5.0,
     )  # fmt: skip
     place = tmp_path / "field.json"
-    found = runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=_Silent())
+    found = runner.run_field(config, data=tmp_path / "data", report=place, command="x", progress=_Silent())
     [result] = found["cells"]
     rounds = {name: len(each["rounds"]) for name, each in result["contenders"].items()}
     assert rounds == {OURS: 3, LIMIT: 3, "litdata": 3, "torch": 1}
@@ -118,11 +120,13 @@ def test_slow_peers_are_left_out_after_a_round_and_it_is_noted(tmp_path: Path, c
     # What was measured in another way is neither taken nor overwritten.
     before = place.read_bytes()
     with pytest.raises(ConfigError, match="other settings \\(rounds 3 and now 2\\): give another folder as --results"):
-        runner.run_field(replace(config, rounds=2), data=tmp_path / "data", report=place, command="x", told=_Silent())
+        runner.run_field(
+            replace(config, rounds=2), data=tmp_path / "data", report=place, command="x", progress=_Silent()
+        )
     assert place.read_bytes() == before
     place.write_text("[]")
     with pytest.raises(ConfigError, match="is no report"):
-        runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=_Silent())
+        runner.run_field(config, data=tmp_path / "data", report=place, command="x", progress=_Silent())
 
 
 def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(
@@ -141,11 +145,11 @@ def test_an_interrupt_keeps_what_was_measured_and_the_same_command_goes_on(
         workloads=("tokens",), stores=("local",), ranks=(1, 2), against=("torch",), scale=0.001, rounds=1, workers=0,
         resume=False,
     )  # fmt: skip
-    place, told = tmp_path / "field.json", _Silent()
+    place, progress = tmp_path / "field.json", _Silent()
     with pytest.raises(KeyboardInterrupt):
-        runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)
+        runner.run_field(config, data=tmp_path / "data", report=place, command="x", progress=progress)
     assert [each["ranks"] for each in json.loads(place.read_text())["cells"]] == [1]
-    found = runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=told)
+    found = runner.run_field(config, data=tmp_path / "data", report=place, command="x", progress=progress)
     assert [each["ranks"] for each in found["cells"]] == [1, 2]
     assert order == [OURS, LIMIT, "torch", OURS, OURS, LIMIT, "torch"]
 
@@ -220,7 +224,9 @@ def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     config = FieldConfig(workloads=("tokens",), ranks=(1,), against=("torch",), scale=0.001, rounds=1, workers=0)
-    found = runner.run_field(config, data=tmp_path / "data", report=tmp_path / "r.json", command="x", told=_Silent())
+    found = runner.run_field(
+        config, data=tmp_path / "data", report=tmp_path / "r.json", command="x", progress=_Silent()
+    )
     by_store = {each["store"]: each for each in found["cells"]}
     assert set(by_store["local"]["contenders"]) == {OURS, LIMIT, "torch"}
     assert by_store["local"]["notes"] == dict.fromkeys(
@@ -234,9 +240,9 @@ def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
     assert "hush" not in text
     assert str(tmp_path) not in text
     # The same command tries the store again, as it may answer now, and measures nothing twice.
-    told = _Silent()
-    again = runner.run_field(config, data=tmp_path / "data", report=tmp_path / "r.json", command="x", told=told)
-    assert told.cells == ["tokens · s3 · 1 rank", "tokens · s3-delay · 1 rank"]
+    progress = _Silent()
+    again = runner.run_field(config, data=tmp_path / "data", report=tmp_path / "r.json", command="x", progress=progress)
+    assert progress.cells == ["tokens · s3 · 1 rank", "tokens · s3-delay · 1 rank"]
     assert sorted(each["store"] for each in again["cells"]) == ["local", "s3", "s3-delay"]
     assert line_of(by_store["s3"]) == "tokens, s3: penstock was not measured"
 
@@ -317,6 +323,6 @@ def test_an_interrupt_amid_a_conversion_ends_its_process(
     config = FieldConfig(workloads=("tokens",), stores=("local",), ranks=(1,), against=against, scale=0.001)
     place = tmp_path / "field.json"
     with pytest.raises(KeyboardInterrupt):
-        runner.run_field(config, data=tmp_path / "data", report=place, command="x", told=_Silent())
+        runner.run_field(config, data=tmp_path / "data", report=place, command="x", progress=_Silent())
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)

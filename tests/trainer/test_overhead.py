@@ -51,8 +51,10 @@ def count_bare(batch: dict[str, torch.Tensor]) -> Counter[str]:
 
 
 def test_a_step_adds_few_operations_to_those_of_a_bare_loop(world: World) -> None:
-    """One look at the gradients, in three operations for any number of them; two numbers that are read, the loss and
-    the norm; one tensor for the sums over the ranks."""
+    """One look at the gradients takes three operations for any number of them.
+
+    Two numbers are read, the loss and the norm; one tensor has the sums over the ranks.
+    """
     batch = batch_of(1.0, 2.0)
     steps = make_steps(world, net(), loss=sum_and_count, optimizer=adam)
     steps.run(0, [batch])

@@ -94,7 +94,7 @@ def warn_of_siblings(url: str, classes: Sequence[str], storage_options: Mapping[
 
 
 def sibling_urls(url: str) -> list[str]:
-    """Where other splits of a data set would lie whose one is packed to ``url``, as the words in the path tell."""
+    """URLs where other splits of the data set packed to ``url`` would lie, by the words in its path."""
     bucket = found[0] if (found := _BUCKET.match(url)) else ""
     return [bucket + path for path in name_siblings(url[len(bucket) :])]
 

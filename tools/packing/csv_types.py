@@ -1,4 +1,4 @@
-"""Which types the columns of CSV files have, such that values lose nothing; and integers out of their text."""
+"""Choose lossless types for the columns of CSV files, and parse integers exactly."""
 
 from __future__ import annotations
 

@@ -75,11 +75,11 @@ class CsvSource:
                 for name, kind in found.items():
                     types[name] = merge_types(types[name], kind) if name in types else kind
                 for name, text in kept.items():
-                    told = f"column {name!r} is kept as text, as {reprlib.repr(text)} is, which a number would change"
-                    notes.setdefault(name, told)
+                    note = f"column {name!r} is kept as text, as {reprlib.repr(text)} is, which a number would change"
+                    notes.setdefault(name, note)
                 for name, text in commas.items():
-                    told = f"column {name!r} is kept as text, as {text!r} is; if the comma is a decimal point, give "
-                    notes.setdefault(name, told + "decimal_point=',' (--decimal-point ,)")
+                    note = f"column {name!r} is kept as text, as {text!r} is; if the comma is a decimal point, give "
+                    notes.setdefault(name, note + "decimal_point=',' (--decimal-point ,)")
         for name, kind in types.items():
             if pt.is_binary(kind):
                 notes[name] = f"column {name!r} is not UTF-8, so that its values are bytes"
@@ -88,7 +88,7 @@ class CsvSource:
 
     def _look(self, info: ObjectInfo) -> tuple[Dialect, dict[str, pa.DataType], dict[str, str], dict[str, str]]:
         """The dialect of a file, the types of its columns, and of those that stay text a value that says why."""
-        with self._told(info):
+        with self._translated(info):
             head = self._open(info).read(HEAD_BYTES)
             if head.startswith(_UTF16):
                 raise ValueError("it is UTF-16; write it as UTF-8")
@@ -105,7 +105,7 @@ class CsvSource:
         asked = {name: pa.string() if name in integers else kind for name, kind in types.items()}
         names: list[str] = list(asked)
         before = 0
-        with self._told(info, names):
+        with self._translated(info, names):
             reader = open_rows(self._open(info), self._dialects[info.key], asked)
             names[:] = reader.schema.names
             for batch in reader:
@@ -113,8 +113,8 @@ class CsvSource:
                 before += batch.num_rows
 
     @contextmanager
-    def _told(self, info: ObjectInfo, names: Sequence[str] = ()) -> Iterator[None]:
-        """What is wrong with a file, in words."""
+    def _translated(self, info: ObjectInfo, names: Sequence[str] = ()) -> Iterator[None]:
+        """Translate errors of reading a file into sentences that name it."""
         try:
             yield
         except (pa.ArrowException, ValueError, EOFError, gzip.BadGzipFile, zlib.error) as exc:

@@ -1,4 +1,4 @@
-"""How a CSV file separates its values: what the caller says, or what the header tells."""
+"""Dialect of a CSV file: as the caller says, or as the header shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUOTED = re.compile(rb'"(?:[^"]|"")*"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What is between values, what is before the fraction of a number, and how many lines come before the header."""
+    """Delimiter, decimal point and number of lines before the header."""
 
     delimiter: str = ","
     decimal_point: str = "."
@@ -72,6 +72,6 @@ def _read_header(head: bytes, *, is_tab: bool) -> str:
     if counts[named] or not found:
         return named
     if len(found) > 1:
-        told = " and ".join(f"{counts[each]} {_NAMES[each]}" for each in found)
-        raise ValueError(f"its header has {told}: say which separate values, with delimiter={most!r} (--delimiter)")
+        counted = " and ".join(f"{counts[each]} {_NAMES[each]}" for each in found)
+        raise ValueError(f"its header has {counted}: say which separate values, with delimiter={most!r} (--delimiter)")
     return found[0]

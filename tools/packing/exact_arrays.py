@@ -52,7 +52,7 @@ def to_array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array
 
 
 def is_kin(found: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether Arrow's cast from a type to another keeps all values, or fails; others make text of numbers."""
+    """Return whether Arrow's cast between two types keeps every value or fails; others turn numbers into text."""
     if describe_type(found) == describe_type(kind) or pt.is_null(found):
         return True
     if pt.is_nested(found) and pt.is_nested(kind):
@@ -94,7 +94,7 @@ def _time_kind(value: datetime.date) -> tuple[bool, bool]:
 
 
 def _is_same(given: Any, stored: Any) -> bool:
-    """Whether an array's value is the one that was given; keys that an object lacks are null there."""
+    """Return whether an array holds the value that was given; keys that an object lacks are null there."""
     if given is None or stored is None:
         return given is stored or (isinstance(given, float) and given != given)
     if isinstance(given, Mapping):

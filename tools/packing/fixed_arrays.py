@@ -15,7 +15,7 @@ _MOST_AXES = 8
 
 @dataclass(frozen=True, slots=True)
 class ArrayShape:
-    """What arrays have alike."""
+    """Shape and dtype that arrays have in common."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

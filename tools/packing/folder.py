@@ -155,8 +155,8 @@ def name_images(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[s
     if len(kinds) > 1 and all(sum(kind in fields for kind in kinds) <= 1 for fields in samples):
         chosen = max(kinds, key=lambda kind: (kinds[kind], -_IMAGES.index(kind)))
         names = dict.fromkeys(kinds, chosen)
-        told = ", ".join(f"{count:,} .{kind}" for kind, count in kinds.most_common())
-        notes.append(f"images of several kinds ({told}) are one field, {chosen!r}")
+        counted = ", ".join(f"{count:,} .{kind}" for kind, count in kinds.most_common())
+        notes.append(f"images of several kinds ({counted}) are one field, {chosen!r}")
     counts = Counter(names.get(field, field) for fields in samples for field in fields)
     partial = [f"{name!r} ({count:,} of {len(samples):,})" for name, count in counts.items() if count < len(samples)]
     if partial:

@@ -1,4 +1,4 @@
-"""Which loose files are one sample: where in a file's name the key ends and the field begins.
+"""Group loose files into samples: find where in a file's name the key ends and the field begins.
 
 WebDataset cuts at the first dot: ``a.jpg`` and ``a.seg.png`` are one sample. But in ``cat.0.jpg`` and ``J. Smith.jpg``
 the first dot is part of the name. A name by itself does not tell; all names of a folder mostly do.
@@ -68,11 +68,13 @@ def group_files(files: Sequence[ObjectInfo], url: str, extensions: Sequence[str]
         cuts = [_cut_at(info.key, extensions) for info in files]
         others = sorted({_cut(info.key).ending for info, cut in zip(files, cuts, strict=True) if cut is None})
         if others:
-            told = ", ".join(f".{ending}" if ending else "none" for ending in others[:5])
+            others_listed = ", ".join(f".{ending}" if ending else "none" for ending in others[:5])
             count = sum(cut is None for cut in cuts)
             if count == len(files):
-                raise DatasetError(f"{url}: no file ends in {' or '.join(extensions)}; their endings are {told}")
-            notes.append(f"{count:,} files with other extensions are left out ({told})")
+                raise DatasetError(
+                    f"{url}: no file ends in {' or '.join(extensions)}; their endings are {others_listed}"
+                )
+            notes.append(f"{count:,} files with other extensions are left out ({others_listed})")
     taken = [(*cut, info) for cut, info in zip(cuts, files, strict=True) if cut is not None]
     keys, mark = _without_dots({key for key, _, _ in taken})
     if mark:

@@ -1,4 +1,4 @@
-"""What tells a user's function from another, so that an interrupted pack goes on with the same one alone."""
+"""Identity of a user's function, so that an interrupted pack resumes only with the same one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class _UnknownError(Exception):
 
 
 def describe_function(function: Callable[..., Any]) -> list[Any] | None:
-    """What JSON takes of a function: name, hash of the file that defines it, and the values that it finds elsewhere.
+    """Describe a function for JSON: its name, the hash of its file, and the values that it finds elsewhere.
 
-    Those are its defaults and what it, or functions beside it that it uses, name of the module. None where one of them
-    is no constant, module, class or function, and for what is no plain function: then another one looks the same.
+    The values are its defaults and the module's globals that it, or functions of the module that it uses, names. None
+    if one of them is no constant, module, class or function, or if the callable is no plain function: it cannot be
+    told from another then.
     """
     try:
         file = inspect.getsourcefile(function)

@@ -1,4 +1,4 @@
-"""What happens to samples between source and writer: a user's function, a tokenizer, in this process or in several."""
+"""Transform samples between source and writer by a user's function or a tokenizer, in one process or several."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Transform:
 
     @property
     def is_work(self) -> bool:
-        """Whether there is something to do that processes could share."""
+        """Return whether there is work that processes could share."""
         return self.function is not None or self.tokenize is not None
 
     def __call__(self, items: Items, first: int) -> Items:

@@ -166,7 +166,7 @@ def _encode_value(encoding: str, value: Any) -> bytes:
 
 
 def _encode_array(array: np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    """[dtype code: 1] [ndim << 2 | log2 of a size's bytes: 1] [shape] [values]"""
+    """Encode as [dtype code: 1] [ndim << 2 | log2 of a size's bytes: 1] [shape] [values]."""
     log2 = next(bits for bits in range(4) if max(array.shape) < 1 << (8 << bits))
     head = bytes((ARRAY_CODES[array.dtype.name], array.ndim << 2 | log2))
     values = array.astype(array.dtype.newbyteorder("<"))

@@ -46,7 +46,7 @@ class SampleSource(Protocol):
     def batches(self, first_piece: int = 0) -> Iterator[Batch]: ...
 
     def before(self, piece: int) -> int:
-        """How many samples lie before a piece, as far as that is known."""
+        """Number of samples before a piece, as far as that is known."""
         ...
 
     def close(self) -> None: ...
@@ -54,7 +54,7 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """How a source is understood: what ``pack`` is given of it. ``is_mapped``: samples are changed after reading."""
+    """Options for reading a source. ``is_mapped``: samples are changed after reading."""
 
     follow_links: bool = False
     classes: tuple[str, ...] | None = None
@@ -65,7 +65,7 @@ class SourceOptions:
 
     @property
     def is_for_tables(self) -> bool:
-        """Whether something is said of CSV files."""
+        """Return whether an option for CSV files is set."""
         return self.delimiter is not None or self.decimal_point is not None
 
 

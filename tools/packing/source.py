@@ -1,4 +1,4 @@
-"""What ``pack`` reads: the source of a URL is chosen by what lies there, and gives batches of samples."""
+"""Open the source that ``pack`` reads: its kind is chosen by the files at a URL; it yields batches of samples."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def open_source(
         DatasetError: there is nothing, or shards lie among other files.
     """
     if not _is_url(source):
-        told = format, split, options.follow_links or None, options.extensions, storage_options or None
-        if options.is_for_tables or any(each is not None for each in told):
+        file_options = format, split, options.follow_links or None, options.extensions, storage_options or None
+        if options.is_for_tables or any(each is not None for each in file_options):
             raise ConfigError(
                 "source_format=, split=, follow_links=, extensions=, delimiter=, decimal_point= and "
                 "source_storage_options= apply to URLs and paths, not to an iterable of samples"
@@ -206,7 +206,7 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
 
 
 def is_table(key: str) -> bool:
-    """Whether an object is a CSV file, of whatever delimiter, by its name."""
+    """Return whether an object's name is that of a CSV file, of any delimiter."""
     return has_suffix(key, TABLE_SUFFIXES)
 
 

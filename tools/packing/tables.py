@@ -112,7 +112,7 @@ class TableWriter(SampleWriter):
         return None if shape is None else shape.arrow_type
 
     def _is_hinted(self, names: list[str]) -> bool:
-        """Whether the rows are those of the source, some of whose columns may come later."""
+        """Return whether the rows are the source's, which may gain columns later."""
         return self._is_whole and set(names) <= set(self._hints)
 
     def _array(self, name: str, values: list[Any], kind: pa.DataType | None, first: int) -> pa.Array:

@@ -41,7 +41,7 @@ ChunkSums = tuple[int, SumArray]  # the checksum of a chunk, and those of its pa
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a pack goes on: after ``units`` units, ``into`` of which came of part ``number`` of the source's ``piece``.
+    """Resume point of a pack: after ``units`` units, of which ``into`` came from part ``number`` of source ``piece``.
 
     ``state`` is the writer's.
     """
@@ -163,7 +163,7 @@ class Target:
             pool.close(None if patience_s is None else 0.0, cancel=True)
 
     def _count_put(self, running: deque[tuple[Future[Written], Cursor]], patience_s: float | None) -> None:
-        """What is put already shall count when the pack is run again, but nothing behind a shard that is missing."""
+        """Count shards that are stored already, so that a rerun keeps them, but none behind a missing one."""
         until = None if patience_s is None else time.monotonic() + patience_s
         with suppress(TimeoutError):
             while running and running[0][0].exception(until and max(0.0, until - time.monotonic())) is None:

@@ -57,7 +57,7 @@ class TokensWriter:
 
     @property
     def dropped(self) -> str | None:
-        """What did not fill a sequence at the end, in words; None if nothing was left."""
+        """Describe the tokens that did not fill a last sequence; None if there were none."""
         left = self.added % self._seq_len
         if not left:
             return None
@@ -114,7 +114,7 @@ class Tokenize:
 
     @property
     def takes_many(self) -> bool:
-        """Whether ``encode_all`` is faster than one text at a time: of a tokenizer, not of a function."""
+        """Return whether ``encode_all`` beats one text at a time: for a tokenizer, not for a function."""
         return self._encoder is not None and not self._encoder.is_function
 
     def __call__(self, sample: Any) -> Any:

@@ -134,7 +134,7 @@ def _item(value: np.generic) -> Any:
 
 
 def _is_fine_time(value: np.generic) -> bool:
-    """Whether a time is finer than Python's, whose ``item()`` is a number."""
+    """Return whether a time is finer than Python's: its ``item()`` is then a number."""
     return isinstance(value, (np.datetime64, np.timedelta64)) and isinstance(value.item(), int)
 
 

@@ -15,7 +15,7 @@ _COMMAND = re.compile(r"(`[^`]*`)")
 
 
 @contextmanager
-def told_of_source() -> Iterator[None]:
+def named_source() -> Iterator[None]:
     """Errors from inside name the arguments of the source."""
     try:
         yield

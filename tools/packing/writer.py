@@ -1,4 +1,4 @@
-"""What every writer of shards does: takes a stream of items, and gives the bytes of one shard after another.
+"""Contract of shard writers: take a stream of items, and return the bytes of one shard after another.
 
 A stream is measured in units: samples, rows, or tokens. An item is one or more units, and a shard ends between two.
 """
@@ -39,7 +39,7 @@ class ShardWriter(Protocol):
         ...
 
     def finish(self) -> list[Shard]:
-        """What is left, as a last shard."""
+        """Finish with the remaining items as a last shard."""
         ...
 
     def resume(self, state: Mapping[str, Any], units: int) -> None:
@@ -47,7 +47,7 @@ class ShardWriter(Protocol):
         ...
 
     def units(self, item: Any) -> int:
-        """How many units an item is."""
+        """Number of units in an item."""
         ...
 
     def rest(self, item: Any, units: int) -> Any:
@@ -55,7 +55,7 @@ class ShardWriter(Protocol):
         ...
 
     def samples(self) -> int:
-        """How many samples readers must find in all shards."""
+        """Number of samples that readers must find in all shards."""
         ...
 
     def companions(self, manifest: Manifest) -> Mapping[str, bytes]:
@@ -63,7 +63,7 @@ class ShardWriter(Protocol):
         ...
 
     def notes(self) -> Sequence[str]:
-        """What the user should know of what was written."""
+        """Notes for the user about the written data."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""What a job will wait for on machines that are not there yet: a simulation of its ranks. Arithmetic alone, no I/O."""
+"""Simulation of a job's ranks on machines that need not exist yet. Arithmetic alone, no I/O."""

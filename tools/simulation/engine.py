@@ -26,7 +26,7 @@ _GATHERS = -1  # an event that is no read
 
 @dataclass(slots=True)
 class Traffic:
-    """What was read: when each request was sent and how many bytes it brought, and the seconds that threads took."""
+    """Reads of the job: send time and size of each request, and the seconds that threads were busy."""
 
     asked: list[float] = field(default_factory=list)
     asked_bytes: list[int] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each step of a simulated job ended, (steps,); and how long each rank waited for its data, (steps, ranks)."""
+    """End of each step in a simulated job, (steps,), and each rank's wait for data, (steps, ranks)."""
 
     ends: Seconds
     waits: Seconds
@@ -164,7 +164,7 @@ class Engine:
             heappush(self._events, (done, rank, read))
 
     def _request(self, rank: int, read: int, size: int, now: float) -> float:
-        """When a read that begins now arrives."""
+        """Send a read now and return the time of its arrival."""
         machines = self._machines
         node = rank // machines.ranks_per_node
         if machines.node_cache:

@@ -1,4 +1,4 @@
-"""What every rank will read in a job's first steps: which chunks, in which order, needed when and dropped when."""
+"""Schedule every rank's reads in a job's first steps: which chunks, in which order, when needed and when dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated job runs on: the store, the nodes, the steps, and how a rank's loader is tuned for them."""
+"""Machines of a simulated job, its store, nodes and steps, and the tuning of a rank's loader for them."""
 
 from __future__ import annotations
 
@@ -76,9 +76,10 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """How one rank reads: as ``loader.pipeline.tuning`` and the pipeline choose it. Bytes, threads, batches and steps.
+    """Read-ahead of one rank, chosen as ``loader.pipeline.tuning`` and the pipeline choose it.
 
-    ``span_steps`` is how many steps at most are gathered at once, ``waiting_batches`` how many may wait for the loop.
+    In bytes, threads, batches and steps. ``span_steps`` is the most steps gathered at once, ``waiting_batches`` the
+    most batches that may wait for the loop.
     """
 
     threads: int
@@ -99,11 +100,11 @@ def choose_read_ahead(
     mean_memory: float,
     step_bytes: float,
 ) -> ReadAhead:
-    """What a rank's loader will choose; ``step_bytes`` is what one rank's batch takes.
+    """Choose a rank's read-ahead as its loader will; ``step_bytes`` is the size of a rank's batch.
 
     Raises:
-        ConfigError: the budget is below what the order keeps open, so that chunks would be read more than once, which
-            no simulation covers.
+        ConfigError: the budget is below what the order keeps open, so that chunks would be read more than once. The
+            simulation does not cover that.
     """
     own_lanes = -(-order.lanes // world_size) + 1
     open_bytes = int(chunks * mean_memory)

@@ -29,7 +29,7 @@ _HALF = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a job does after ``warm_up_steps``, about half of those simulated, on the machines that were given.
+    """Forecast of a job after ``warm_up_steps``, about half of those simulated, on the given machines.
 
     ``data_wait`` is the share of the ranks' time that they wait for a batch, ``data_wait_p99`` that share in the worst
     of a hundred (step, rank) pairs; ``lost_to_data`` is the share of the job's time that it would not take if no rank

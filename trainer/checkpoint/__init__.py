@@ -1,1 +1,1 @@
-"""What a checkpoint holds, and how it is written, verified and restored."""
+"""Content of checkpoints, and how they are written, verified and restored."""

@@ -1,8 +1,8 @@
-"""Checkpoints that can be trusted: sharded, written behind training, atomic, checksummed, and resumed from the newest
-that verifies, on any number of ranks and at any zero stage.
+"""Checkpoints that can be trusted: sharded, written behind training, atomic and checksummed.
 
-The shards are what torch.distributed.checkpoint writes, so its tools read them too. Its metadata is a pickle: checksums
-detect damage, not malice, so load only checkpoints from sources that you trust.
+A run resumes from the newest that verifies, on any number of ranks and at any zero stage. The shards are those of
+torch.distributed.checkpoint, so its tools read them too. Its metadata is a pickle: checksums detect damage, not malice,
+so load only checkpoints from sources that you trust.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where checkpoints go, how often they are written, and which are kept."""
+"""Configuration of checkpoints: their folder, how often they are written, and which are kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CheckpointConfig:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the folder is the URL of an object store."""
+        """Return whether the folder is the URL of an object store."""
         return "://" in str(self.folder)
 
     def _check_folder(self) -> None:

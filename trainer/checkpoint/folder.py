@@ -35,7 +35,7 @@ _PROBE_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FileSeal:
-    """What a file of a checkpoint must be: its size in bytes and the xxh3-64 of its content in hex."""
+    """Seal of a checkpoint's file: its size in bytes and the xxh3-64 of its content in hex."""
 
     size: int
     xxh3: str
@@ -43,7 +43,7 @@ class FileSeal:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds: the seal of each file by name, and where and when in training it was taken."""
+    """Manifest of a checkpoint: the seal of each file by name, and where and when in training it was taken."""
 
     step: int
     world_size: int

@@ -29,7 +29,7 @@ def describe_conversions(model_state: Mapping[str, object], prefix: str, metadat
 
 
 def is_other_kind(here: torch.dtype, there: torch.dtype) -> bool:
-    """Whether one is complex, floating or integral and the other is not, so that values would be lost."""
+    """Return whether only one is complex, floating or integral, so that a conversion would lose values."""
     return _kind(here) != _kind(there)
 
 

@@ -21,9 +21,9 @@ _LACKING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a checkpoint has of a group: the ``numbers`` of those there that hold its parameters, and their settings.
+    """Match of a group in a checkpoint: the ``numbers`` of the saved groups that hold its parameters, and settings.
 
-    Of settings that these have otherwise, ``differing`` has the values, and the others nothing.
+    A setting whose value differs between those groups is in ``differing`` with its values, and nowhere else.
     """
 
     numbers: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class Found:
 
 
 def describe_saved_groups(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
-    """What the checkpoint's groups can be read into, by number: their parameters, and settings of these ``names``."""
+    """Describe targets to read the checkpoint's groups into, by number: parameters, and settings of these ``names``."""
     tree: dict[str, Any] = {}
     for key, path in _paths(metadata):
         if path[3] not in (*names, _NAMES):

@@ -83,14 +83,14 @@ def _read_owner(fd: int) -> dict[str, Any] | None:
 
 
 def _is_alive(owner: dict[str, Any] | None) -> bool:
-    """Whether the owner certainly lives: a process of this host with that pid and start."""
+    """Return whether the owner certainly lives: a process of this host with that pid and start."""
     if owner is None or owner["host"] != socket.gethostname():
         return False
     return owner["ticks"] is not None and owner["ticks"] == start_ticks(owner["pid"])
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None for one that is dead, or where there is no /proc."""
+    """Start of a process in clock ticks since boot; None for one that is dead, or where there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

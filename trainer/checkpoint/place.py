@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are, for the checkpointer: a folder that all ranks share, or an object store."""
+"""Place of a run's checkpoints: a folder that all ranks share, or an object store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JSON gives back as it was, which is all that a checkpoint holds of a loader's state and of the counts."""
+"""Encode values that JSON returns unchanged: all that a checkpoint may hold of a loader's state and of the counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be saved and read back: refused by name before anything is written, or put into a form that can."""
+"""Refuse by name what could not be read back, before anything is written, or pack it into a form that can."""
 
 from __future__ import annotations
 

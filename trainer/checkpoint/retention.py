@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and those of the best metric, as far as metrics can be compared."""
+"""Choose the checkpoints to keep: the newest, and those with the best metric, as far as metrics compare."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ End = Literal["max", "min"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """What checkpoints were measured by: the name of a metric, and which end of it is good; None where not known."""
+    """Measure of checkpoints: the name of a metric, and which end of it is good; None where not known."""
 
     name: str | None = None
     best: End | None = None
 
     def fits(self, other: Measure) -> bool:
-        """Whether metrics of both can be compared, as far as that is known."""
+        """Return whether metrics of both can be compared, as far as that is known."""
         pairs = ((self.name, other.name), (self.best, other.best))
         return all(one is None or another is None or one == another for one, another in pairs)
 
@@ -29,7 +29,7 @@ UNKNOWN = Measure()
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How many checkpoints stay, and by which measure some are the best."""
+    """Number of checkpoints to keep, and the measure by which some are the best."""
 
     keep_last: int
     keep_best: int

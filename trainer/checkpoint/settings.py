@@ -19,7 +19,7 @@ _PARAMETERS = ("params", "param_names")
 
 
 def copy_settings(optimizer: Optimizer) -> Settings:
-    """What the groups have now; of tensors, into which a checkpoint is read, copies."""
+    """Copy the groups' current settings, tensors included, because a checkpoint is read into them."""
     return [
         {
             name: _copy(value)

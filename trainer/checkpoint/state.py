@@ -1,4 +1,4 @@
-"""What a checkpoint holds: model, optimizer, averaged weights and each rank's own tensors, and how it is restored.
+"""State of a checkpoint: model, optimizer, averaged weights and each rank's own tensors; saving and restoring it.
 
 Keys are those of the bare model, whatever wraps it (DDP, ``fully_shard``, ``torch.compile``), so a checkpoint taken at
 one zero stage and world size loads at any other. Reading is not a collective: every rank reads what it holds.
@@ -78,7 +78,7 @@ def gather_state(
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What people should know of a restored state, in sentences, and which groups of it each group was made of."""
+    """Notes for people on a restored state, and the saved groups that each group was made of."""
 
     notes: list[str]
     groups: tuple[tuple[int, ...], ...]
@@ -167,10 +167,10 @@ def _ranges_of(metadata: Metadata, indices: Sequence[MetadataIndex]) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """What a checkpoint is read into, of an optimizer that is described by ``optimizer_state``.
+    """Target to read a checkpoint into, for an optimizer that is described by ``optimizer_state``.
 
-    ``never_stepped`` is the state of parameters that the checkpoint has none of, ``frozen`` are those of which it alone
-    has one, because they are not trained any more.
+    ``never_stepped`` is the state of parameters that have none in the checkpoint; ``frozen`` are those with a state
+    there alone, because they are no longer trained.
     """
 
     wanted: dict[str, Any]

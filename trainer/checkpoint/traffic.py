@@ -1,4 +1,4 @@
-"""What is read and written of checkpoints, counted byte by byte, so that a watchdog can tell slow from stuck."""
+"""Count bytes read from and written to checkpoints, so that a watchdog can tell slow from stuck."""
 
 from __future__ import annotations
 

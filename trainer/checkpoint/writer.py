@@ -1,4 +1,4 @@
-"""How a checkpoint gets onto a shared disk: each rank writes its shards, rank 0 seals and publishes them."""
+"""Write a checkpoint to a shared disk: each rank writes its shards, rank 0 seals and publishes them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CheckpointWriter:
         self._folder = folder
         self._world = world
         self._control = control
-        self._told: list[str] = []  # what could not be deleted, as it was noted last
+        self._noted: list[str] = []  # what could not be deleted, as it was noted last
 
     def write(self, saved: Snapshot, *, damaged: set[int], note: Callable[[str], None]) -> None:
         """Write a checkpoint; while the disk is full, delete what retention would delete next, and try again.
@@ -74,9 +74,9 @@ class CheckpointWriter:
             else:
                 break
         left = self._control.decide(f"nothing can be deleted from {self._folder}", lambda: self._tidy(damaged))
-        if left and left != self._told:
+        if left and left != self._noted:
             note(describe_left(self._folder, left))
-        self._told = left
+        self._noted = left
 
     def _tidy(self, damaged: set[int]) -> list[str]:
         """Delete what need not stay; the checkpoint is written, so that what fails here is but told."""

@@ -62,7 +62,7 @@ class CompressionConfig:
 
     @property
     def remembers(self) -> bool:
-        """Whether what a step does not send is owed to the next."""
+        """Return whether a step's unsent gradients are added to the next."""
         return self.scheme in REMEMBERING_SCHEMES
 
     def __post_init__(self) -> None:

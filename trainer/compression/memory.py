@@ -1,4 +1,4 @@
-"""What compression remembers from step to step: tensors of one rank, by slot and parameter name."""
+"""Memory of compression from step to step: tensors of one rank, by slot and parameter name."""
 
 from __future__ import annotations
 

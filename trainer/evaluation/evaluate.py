@@ -51,7 +51,7 @@ _HIGH_IS_GOOD = frozenset(
 
 
 def good_end(metric: str) -> Literal["max", "min"] | None:
-    """Which end of a metric is good, by the words of its name (``val/loss``, ``top1_accuracy``); None if unknown."""
+    """Good end of a metric, by the words of its name (``val/loss``, ``top1_accuracy``); None if unknown."""
     words = set(re.split(r"[^a-z0-9]+", metric.lower()))
     low, high = bool(words & _LOW_IS_GOOD), bool(words & _HIGH_IS_GOOD)
     return None if low == high else "min" if low else "max"
@@ -59,7 +59,7 @@ def good_end(metric: str) -> Literal["max", "min"] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What to evaluate: this rank's share of the batches, and a function from a batch to sums and counts."""
+    """Evaluation: this rank's share of the batches, and a function from a batch to sums and counts."""
 
     batches: Iterable[Any]
     metrics: MetricFunction

@@ -1,4 +1,4 @@
-"""What an evaluation's function returns, whether it is what it must be, and the metrics that come of it."""
+"""Check and sum the results of an evaluation's function, and compute the metrics from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules train and which are frozen in evaluation mode: the user's choice, kept."""
+"""Switch modules between training and evaluation mode, and keep the user's choice of frozen ones."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
 
 class _Before:
-    """What a block's forward began with: buffers that it changes, and where generators stood that it draws from."""
+    """State at the start of a block's forward: buffers that it changes, and the generators that it draws from."""
 
     def __init__(self) -> None:
         self.buffers: list[tuple[nn.Module, str, Tensor]] = []

@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: what is sharded, recomputed or compiled one by one."""
+"""Find a model's blocks, which are sharded, recomputed or compiled one by one."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class WeightEma:
         }
 
     def parts(self) -> list[Tensor]:
-        """What this rank holds of the averages, in the same order on every rank."""
+        """Parts of the averages on this rank, in the same order on every rank."""
         with torch.no_grad():
             return [local_part(shadow) for shadow in self._shadows]
 

@@ -1,4 +1,4 @@
-"""Whether the loss goes through the engine's forward, and whether every parameter then gets its gradient."""
+"""Check that the loss goes through the engine's forward, and that every parameter then gets its gradient."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class EngineEntry:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What a loss runs in.
+        """Run a loss under checks.
 
         Raises:
-            TrainerConfigError: it goes around forward; or, in torch's words, a parameter had no gradient before, or an
-                operation outside of autocast met a weight that was gathered for autocast.
+            TrainerConfigError: the loss bypasses forward; or torch says that a parameter had no gradient before, or
+                that an operation outside of autocast met a weight gathered for autocast.
         """
         if not self._is_watched:
             yield
@@ -106,7 +106,7 @@ class EngineEntry:
 
     @contextmanager
     def watched_backward(self) -> Iterator[None]:
-        """What a backward runs in.
+        """Run a backward under checks.
 
         Raises:
             TrainerConfigError: a sharded module's weights were not gathered again.

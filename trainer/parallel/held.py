@@ -1,4 +1,4 @@
-"""What hangs on a model's parameter objects, which sharding replaces: carried over where possible, else refused."""
+"""Carry over attributes of a model's parameters, which sharding replaces, or refuse them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the model still has the parameters that the trainer was made for: others would silently stay as they are."""
+"""Check that the model still has the parameters that the trainer was made for: new ones would silently not train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's engines cannot take, refused by name before the first step; and weights tied across blocks."""
+"""Refuse by name, before the first step, what torch's engines cannot take; and keep ties across blocks."""
 
 from __future__ import annotations
 

@@ -99,10 +99,10 @@ class Materialiser:
     def refuse(self) -> None:
         """Raise a TrainerConfigError where memory would be used as it was found, naming the tensors and why."""
         if self.uninitialised:
-            told = [f"{name} ({why})" for name, why in list(self.uninitialised.items())[:_SHOWN]]
+            named = [f"{name} ({why})" for name, why in list(self.uninitialised.items())[:_SHOWN]]
             more = f" and {len(self.uninitialised) - _SHOWN} more" if len(self.uninitialised) > _SHOWN else ""
             raise TrainerConfigError(
-                f"the model was built on the meta device, and these have no initial values: {', '.join(told)}{more}; "
+                f"the model was built on the meta device, and these have no initial values: {', '.join(named)}{more}; "
                 "give DistributedTrainer(initialise=...) (recipes: [model.init]), give their module a reset_parameters "
                 "that writes them, or load them (init_from)"
             )
@@ -198,7 +198,7 @@ def _real_like(old: Tensor, device: torch.device) -> Tensor:
 
 
 def _unwritten_value(dtype: torch.dtype) -> float | int | None:
-    """What no initialisation writes; None for booleans, of which both values are usual."""
+    """Value that no initialisation writes; None for booleans, of which both values are usual."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.nan
     if dtype == torch.bool:
@@ -207,7 +207,7 @@ def _unwritten_value(dtype: torch.dtype) -> float | int | None:
 
 
 def _is_unwritten(tensor: Tensor) -> bool:
-    """Whether an element was never written; of booleans and of small integers, whether all were not."""
+    """Return whether any element is unwritten; for booleans and small integers, whether all are."""
     if not tensor.numel():
         return False
     unwritten = _unwritten_value(tensor.dtype)

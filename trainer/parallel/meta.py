@@ -42,7 +42,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def lost_values(model: nn.Module) -> Mapping[str, str]:
-    """Why a tensor's value did not survive the constructor, by name, where ``build_on_meta`` saw that."""
+    """Reasons why tensors lost the value that the constructor set, by name, as ``build_on_meta`` saw them."""
     found: Mapping[str, str] = getattr(model, _LOST, {})
     return found
 
@@ -89,7 +89,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def list_lost(self, model: nn.Module) -> dict[str, str]:
-        """Why the constructor's value of a parameter or buffer is lost, by name."""
+        """Reasons why parameters and buffers lost the constructor's value, by name."""
         lost: dict[str, str] = {}
         have_reset = {id(writer) for _, writer, _ in self._last.values() if writer is not None}
         for module_name, module in model.named_modules():

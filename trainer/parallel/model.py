@@ -1,4 +1,4 @@
-"""How the model is distributed over the ranks: DDP for zero=0, FSDP2 for zero=1 to 3 (Rajbhandari et al. 2020)."""
+"""Distribute the model over the ranks: DDP for zero=0, FSDP2 for zero=1 to 3 (Rajbhandari et al. 2020)."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class ParallelModel:
 
     @contextmanager
     def watched_forward(self) -> Iterator[None]:
-        """What a loss runs in, so that one that goes around forward, or runs other modules on other ranks, is found."""
+        """Run a loss so that one that bypasses forward, or runs other modules on other ranks, is found."""
         if self.order is not None:
             self.order.begin_forward()
         with self._entry.watched(), self._writes.watched():
@@ -246,7 +246,7 @@ class ParallelModel:
             self.order.check(total, total_of_squares)
 
     def watched_backward(self) -> AbstractContextManager[None]:
-        """What a backward runs in, so that one which finds no weights is told in words."""
+        """Run a backward so that missing weights raise an error in words."""
         return self._entry.watched_backward()
 
     def check_gradients(self) -> None:
@@ -257,12 +257,12 @@ class ParallelModel:
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold each shard."""
+        """Number of ranks that hold each shard."""
         return self.world.world_size // self.world.local_world_size if self.config.hybrid else 1
 
     @property
     def uses_all(self) -> bool:
-        """Whether this rank has used every parameter in this step, as far as that is counted."""
+        """Return whether this rank has used every parameter in this step, as far as that is counted."""
         return self.usage is None or self.usage.uses_all
 
     def used_flags(self) -> torch.Tensor:
@@ -285,7 +285,7 @@ class ParallelModel:
             share_buffers(self.inner.buffers(), self.world)
 
     def without_backward(self) -> AbstractContextManager[None]:
-        """What forwards run in that no backward follows: no weights that were gathered for one are left after it."""
+        """Run forwards without a backward, and free the weights that were gathered for one."""
         return self._prefetch.without_backward()
 
 

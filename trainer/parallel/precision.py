@@ -129,7 +129,7 @@ def list_batch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def compute_context(config: PrecisionConfig, device: torch.device, model: torch.nn.Module) -> Iterator[None]:
-    """What a loss or a metric runs in, at every zero stage: autocast, and fp32 for what leaves the whole model.
+    """Run a loss or a metric, at every zero stage: in autocast, and in fp32 for the output of the whole model.
 
     Autocast sums some losses in fp32, others in the format of what they are made of, and not the same on each device.
     """

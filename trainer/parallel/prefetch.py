@@ -1,4 +1,4 @@
-"""When sharded modules gather their weights: ahead of their forward and backward, or not."""
+"""Prefetch the weights of sharded modules ahead of their forward and backward, or turn that off."""
 
 from __future__ import annotations
 

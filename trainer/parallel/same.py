@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same model; engines pair parameters by their order, and would mix up others."""
+"""Check that all ranks were given the same model: engines pair parameters by order, and would mix up others."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ _HASH_BITS = 20  # squares of hashes, added over all ranks, stay exact in float6
 
 
 class ParameterUsage:
-    """Which parameters of a sharded model got a gradient on this rank in the current step.
+    """Use of a sharded model's parameters: which got a gradient on this rank in the current step.
 
     ``fully_shard`` reduces the gradients of a group of parameters together, so all ranks must bring one for the same
-    parameters: it is told to add zeros for those that a rank did not use. One that no rank used then has zeros where an
-    unsharded model has no gradient, and decay or momentum would move it; ``drop_unused`` takes these away. ``whole``
-    has the parameters by name as forward sees them. Mutable state: a flag for each parameter, which autograd's threads
-    set.
+    parameters: this class has it add zeros for those that a rank did not use. A parameter that no rank used then has
+    zeros where an unsharded model has no gradient, and decay or momentum would move it; ``drop_unused`` takes these
+    away. ``whole`` has the parameters by name as forward sees them. Mutable state: a flag for each parameter, which
+    autograd's threads set.
     """
 
     def __init__(self, root: nn.Module, modules: Sequence[FSDPModule]) -> None:
@@ -55,12 +55,12 @@ class ParameterUsage:
 
     @property
     def uses_all(self) -> bool:
-        """Whether this rank has used every parameter in this step."""
+        """Return whether this rank has used every parameter in this step."""
         return all(self._flags.values())
 
     @property
     def uses_any(self) -> bool:
-        """Whether this rank has used a parameter in this step."""
+        """Return whether this rank has used a parameter in this step."""
         return any(self._flags.values())
 
     def flags(self, device: torch.device) -> Tensor:

@@ -39,7 +39,7 @@ class ForwardWrites:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What the first forward runs in. Raises TrainerConfigError where it wrote to a parameter."""
+        """Run the first forward. Raises TrainerConfigError if it writes to a parameter."""
         if self._whole is None:
             yield
             return
@@ -57,5 +57,5 @@ class ForwardWrites:
             )
 
     def _marks(self, whole: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
-        """What a write changes: the version, or the memory where ``.data`` was assigned."""
+        """Marks that a write changes: the version, or the memory where ``.data`` was assigned."""
         return {name: (one._version, one.untyped_storage()._cdata) for name, one in whole.items()}

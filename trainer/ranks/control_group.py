@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why the work failed on one rank, as text, because not every exception can be pickled."""
+    """Failure of the work on one rank, as text, because not every exception can be pickled."""
 
     kind: type[CheckpointError]
     text: str

@@ -1,4 +1,4 @@
-"""Who takes part: ranks, nodes, the device of this process. The only file that opens or closes the process group."""
+"""World of a run: ranks, nodes, this process's device. Only this file opens or closes the process group."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which decides, prints and writes what is written once."""
+        """Return whether this is rank 0, which decides, prints and writes what is written once."""
         return self.rank == 0
 
 

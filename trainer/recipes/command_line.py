@@ -54,7 +54,7 @@ sections take a TOML value, or plain text: --optimizer.args.lr=1e-4 --data.args.
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What the command line asks for."""
+    """Command that was typed."""
 
     recipe: Recipe
     dry_run: bool

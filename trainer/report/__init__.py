@@ -1,1 +1,1 @@
-"""What a run tells: observers, records, progress."""
+"""Reports of a run: observers, records, progress."""

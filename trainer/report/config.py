@@ -1,4 +1,4 @@
-"""What a run reports, how often, and where."""
+"""Configuration of reports: their content, interval and destinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: the progress line, and the table of where the time went."""
+"""Console output: the progress line, and the table of where the time went."""
 
 from __future__ import annotations
 
@@ -68,14 +68,15 @@ class ProgressLine:
         self._width = len(text)
 
     def _erased(self) -> str:
-        """What takes the progress line away."""
+        """Characters that erase the progress line."""
         width, self._width = self._width, 0
         return f"\r{' ' * width}\r" if width else ""
 
 
 def format_progress(step: int, total_steps: int | None, values: Values) -> str:
-    """The progress line: step, epoch, loss, learning rate, speed, the share of time spent waiting for data, time left;
-    and what else is measured: MFU, the gradients' norm, memory of the device.
+    """Format the progress line: step, epoch, loss, learning rate, speed, share of time waiting for data, time left.
+
+    MFU, the gradients' norm and memory of the device follow where they are measured.
     """
     return _GAP.join(progress_parts(step, total_steps, values))
 
@@ -105,7 +106,7 @@ def progress_parts(step: int, total_steps: int | None, values: Values) -> list[s
 
 
 def format_event(kind: str, values: Values) -> str:
-    """What happened after a step, in words."""
+    """Describe an event after a step in words."""
     seconds = values.get("seconds")
     took = f"{seconds:.3g} s" if isinstance(seconds, float) else ""
     if kind == "note":

@@ -139,7 +139,7 @@ class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """What a sample costs and what the devices can, as far as that is known; FLOPs and FLOP/s."""
+    """Cost of a sample and peak of the devices, as far as known; FLOPs and FLOP/s."""
 
     per_sample: float | None
     per_token: float | None
@@ -155,7 +155,7 @@ class Compute:
 
 
 class FlopCount:
-    """What a sample costs, as the config says: given, or counted once on a copy of ``model`` without data.
+    """Count of a sample's FLOPs: given by the config, or counted once on a copy of ``model`` without data.
 
     Made before the model is compiled, recomputes activations or is spread over the ranks. All mutable state: the copy,
     until it has been counted, and why it could not be made.
@@ -177,8 +177,9 @@ class FlopCount:
                 self._problem = exc
 
     def settle(self, batch: Any) -> tuple[Compute | None, list[str]]:
-        """What is known from now on, and what people should read about it. Every rank calls it with a batch of its own,
-        because a loss may have collectives.
+        """Settle the costs, and return them with notes for people.
+
+        Every rank calls it with a batch of its own, because a loss may have collectives.
         """
         notes = []
         per_sample, per_token = self._given

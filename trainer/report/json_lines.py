@@ -78,7 +78,7 @@ class JsonLines:
 
 
 def _is_of_another_process(fd: int) -> bool:
-    """Whether another process has a lock on the file; else this one has, until it ends or closes the file."""
+    """Return whether another process holds a lock on the file; if not, this one takes it until it ends or closes."""
     deadline_s = time.monotonic() + _ENDING_S
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Where records go: TensorBoard, and all observers that a config asks for.
+"""Observers of a run: TensorBoard, and all others that a config asks for.
 
-Everything here runs on rank 0 only and is told plain numbers; nothing here may take part in a collective.
+Everything here runs on rank 0 only and receives plain numbers; nothing here may take part in a collective.
 """
 
 from __future__ import annotations

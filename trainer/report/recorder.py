@@ -1,4 +1,4 @@
-"""What the observers receive: averages over the steps since the last record, notes, evaluations, the end."""
+"""Records for the observers: averages over the steps since the last record, notes, evaluations, the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Recorder:
         self._stopwatch = stopwatch
         self._total_steps = total_steps
         self._window, self._pace = Window(stopwatch), Pace()
-        self._told_seconds: dict[str, float] = {}
+        self._reported_seconds: dict[str, float] = {}
         self._device = torch.device("cpu")
         self.loss = math.nan
         self.flops: FlopCount | None = None
@@ -156,14 +156,14 @@ class Recorder:
         )
 
     def _measure(self) -> dict[str, Any]:
-        """What is told beside the steps: memory, the device, disk and network, the loader, how far ranks differ."""
+        """Measure everything beside the steps: memory, device, disk and network, the loader, how far ranks differ."""
         gpu = {f"device_{name}": value for name, value in measure_gpu(self._device).items()}
         newest = None if self._status is None else self._status.newest
         traffic = {} if newest is None else newest.traffic
         return {**measure_memory(self._device), **gpu, **traffic, **self._loader.record(), **self._describe_ranks()}
 
     def _describe_ranks(self) -> dict[str, Any]:
-        """What rank 0 last saw of all ranks' statuses; nothing where it is alone."""
+        """Describe rank 0's last view of all ranks' statuses; empty where it is alone."""
         found = None if self._status is None else self._status.survey
         if found is None or found.world_size < 2:
             return {}
@@ -190,7 +190,7 @@ class Recorder:
     def _take_seconds(self, kind: str) -> float:
         """Seconds of this kind's phases since its last record."""
         spent = sum(self._stopwatch.seconds.get(name, 0.0) for name in _TIMED[kind])
-        before, self._told_seconds[kind] = self._told_seconds.get(kind, 0.0), spent
+        before, self._reported_seconds[kind] = self._reported_seconds.get(kind, 0.0), spent
         return spent - before
 
     def refuse(self, call: str, *, closed: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What observers receive: typed records of a run, and the two forms an observer may have."""
+"""Records that observers receive, typed, and the two forms that an observer may have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TemporaryObserverError(TrainerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What happened after ``step`` steps; ``values`` is all that was recorded, flat, in plain numbers and text."""
+    """Record of an event after ``step`` steps; ``values`` is all that was recorded, flat, in plain numbers and text."""
 
     kind: ClassVar[str] = ""
 

@@ -201,7 +201,7 @@ def _export(found: profile, path: Path) -> None:
 
 
 def _is_whole(trace: Path) -> bool:
-    """Whether the file is there and ends as JSON does."""
+    """Return whether the file exists and ends as JSON does."""
     if not trace.is_file():
         return False
     with trace.open("rb") as file:

@@ -1,1 +1,1 @@
-"""What happens between steps: when to evaluate, save, go back, stop."""
+"""Decisions between steps: when to evaluate, save, rewind, stop."""

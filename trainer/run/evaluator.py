@@ -1,4 +1,4 @@
-"""When a run is evaluated, and what follows from the metrics: the record, the best checkpoint, the wish to stop."""
+"""Evaluate a run when it is due, and act on the metrics: record them, keep the best checkpoint, ask for a stop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Evaluator:
         self._recorder = recorder
         self._stopwatch = stopwatch
         self._gather_state = gather_state
-        self._told_of_none = self._told_of_share = False
+        self._has_noted_none = self._has_noted_share = False
         self._evaluations = 0
 
     def evaluate(self) -> dict[str, float] | None:
@@ -69,8 +69,8 @@ class Evaluator:
             )
         if found is not None:
             self._progress.metrics, self._progress.evaluation_is_due = found, False
-            if not found and not self._told_of_none:
-                self._told_of_none = True
+            if not found and not self._has_noted_none:
+                self._has_noted_none = True
                 self._recorder.note(
                     "the evaluation measured nothing: no rank had a batch, or the metrics function returned none; "
                     "where all samples are fewer than a batch, give its loader last_batch='partial' or 'pad'"
@@ -87,9 +87,9 @@ class Evaluator:
         whole_s = sum(seconds.values())
         spent_s = seconds.get("evaluate", 0.0) + seconds.get("evaluation fetch", 0.0)
         enough = self._evaluations >= _FEW_EVALUATIONS and spent_s > _SHORT_S
-        if self._told_of_share or not enough or spent_s < _MUCH * whole_s:
+        if self._has_noted_share or not enough or spent_s < _MUCH * whole_s:
             return
-        self._told_of_share = True
+        self._has_noted_share = True
         every = self._config.evaluate.every
         now = "it is done after each epoch" if every is None else f"it is {every}"
         self._recorder.note(

@@ -57,7 +57,7 @@ class Guard:
         self._stack = ExitStack()
 
     def is_stop_requested(self) -> bool:
-        """Whether this rank got a signal that asks it to stop."""
+        """Return whether this rank got a signal that asks it to stop."""
         return self._flag is not None and self._flag.reason is not None
 
     def stop_signal(self) -> str:
@@ -66,7 +66,7 @@ class Guard:
         return reason or "a signal that another rank got"
 
     def is_trace_requested(self) -> bool:
-        """Whether this rank got a signal that asks for a trace since the last call."""
+        """Return whether this rank got a signal that asks for a trace since the last call."""
         return self._trace_flag is not None and self._trace_flag.take()
 
     def check_end(self, given: int, length: int) -> None:
@@ -147,13 +147,13 @@ def list_activities(loader: object, evaluation: object | None, module: Activity)
     """
     sources = {"fetch": loader, "evaluation fetch": getattr(evaluation, "batches", None)}
     found = {phase: getattr(source, "activity", None) for phase, source in sources.items()}
-    told: dict[str, Activity] = {phase: activity for phase, activity in found.items() if callable(activity)}
-    told |= dict.fromkeys(PHASES, COMPILING.activity)
-    return told | {"forward": lambda: {**module(), **COMPILING.activity()}}
+    activities: dict[str, Activity] = {phase: activity for phase, activity in found.items() if callable(activity)}
+    activities |= dict.fromkeys(PHASES, COMPILING.activity)
+    return activities | {"forward": lambda: {**module(), **COMPILING.activity()}}
 
 
 def list_advances(compiles_s: float) -> dict[str, Advance]:
-    """How far phases have come that may be long: bytes of checkpoints and exports, compilations of so long at most."""
+    """Progress of phases that may be long: bytes of checkpoints and exports, compilations within ``compiles_s``."""
 
     def count_bytes() -> int:
         return TRAFFIC.bytes

@@ -1,4 +1,4 @@
-"""How long a run is and how large its steps are, as far as the loader says."""
+"""Length of a run and size of its steps, as far as the loader tells."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, world: Wo
 
 
 def leaves_steps(config: TrainerConfig, evaluation: object | None, epoch: int, taken: int) -> bool:
-    """Whether a rank whose loader ends this epoch, with so many batches for the step, leaves others alone in that step.
+    """Return whether this rank's epoch ends mid-step, with ``taken`` batches, and leaves other ranks alone in it.
 
-    Else it goes on with a step of its own, in which the ranks find out.
+    Otherwise it begins a step of its own, in which the ranks find out.
     """
     if taken:
         return config.parallel.zero > 0  # each microbatch gathers weights
@@ -103,7 +103,7 @@ def leaves_steps(config: TrainerConfig, evaluation: object | None, epoch: int, t
 
 
 def is_done(config: TrainerConfig, progress: Progress) -> bool:
-    """Whether training has come to its last step or epoch, or has waited long enough for a better metric."""
+    """Return whether the run has reached its last step or epoch, or has waited too long for a better metric."""
     limits = (
         (progress.step, config.steps),
         (progress.epoch, config.epochs),

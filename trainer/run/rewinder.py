@@ -1,4 +1,4 @@
-"""What is done about a loss spike: back to the last good checkpoint, past the batches that led to it."""
+"""Rewind after a loss spike to the last good checkpoint, and skip the batches that led to it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Rewinder:
         return self._rewind(spike)
 
     def is_save_due(self, scheduled: bool) -> bool:
-        """Whether to save now: what was saved in a spike would push good checkpoints out, so suspicious steps wait."""
+        """Return whether to save now. Suspicious steps wait: saves during a spike would push good checkpoints out."""
         self._save_waits |= scheduled
         if self._config.on_spike == "rewind" and self._watch.is_undecided:
             return False

@@ -317,7 +317,7 @@ class Saver:
                 export_safetensors(newest, path, weights="model" if self.ema is None else "ema")
 
     def _ended_since(self, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
-        """How to save the last step again, if it was saved before the epoch's end, which no loader's state tells."""
+        """Arguments to save the last step again, if it was saved before the epoch's end and the loader has no state."""
         if self._saved is None or self._saved[0] != step or state["feed"].get("loader", self) is not None:
             return {}
         return {} if self._saved[1] == state["progress"] else {"again": True, "metric": self._saved[2]}

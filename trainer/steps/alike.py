@@ -1,4 +1,4 @@
-"""Whether all ranks train alike: with other options or settings one of them would train another model, or hang."""
+"""Check that all ranks train alike: with other options or settings one would train another model, or hang."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Settings:
-    """What ``optimizer`` does with gradients, group by group, and which parameters it trains; holds no state.
+    """Settings of ``optimizer`` that act on gradients, by group, and the parameters that it trains; holds no state.
 
-    Settings that are tensors are not looked at. Of ``model``, the shapes of buffers, which ranks share: a forward may
-    assign others, as a cache that grows with the longest row.
+    Settings that are tensors are not compared. Shapes of the buffers of ``model``, which ranks share, are: a forward
+    may assign others, as for a cache that grows with the longest row.
     """
 
     def __init__(self, optimizer: Optimizer, world: World, model: nn.Module | None = None) -> None:

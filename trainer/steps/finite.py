@@ -1,4 +1,4 @@
-"""What is not finite: one flag for many tensors, names once something is wrong, and what happens then."""
+"""Find what is not finite: one flag for many tensors, names once something is wrong, and the policy for it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _but(constants: Collection[str], named: Iterable[tuple[str, nn.Parameter]]) 
 
 
 class NonFinitePolicy:
-    """What happens when losses or gradients are not finite: an error, or so many skipped steps; counts these."""
+    """Policy for losses or gradients that are not finite: an error, or up to ``max_skipped`` skipped steps."""
 
     def __init__(self, world: World, *, may_skip: bool, max_skipped: int) -> None:
         self._world = world

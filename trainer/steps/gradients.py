@@ -16,7 +16,7 @@ from ..parallel.precision import local_part
 
 @dataclass(frozen=True)
 class Measured:
-    """What one look at the gradients found; tensors are on the device, and nothing has waited for them.
+    """Result of one reading of the gradients; tensors are on the device, and nothing has waited for them.
 
     ``norm`` is the Euclidean norm of all as one vector, () float64: not finite where an element is not, or where it
     overflows. ``local`` are this rank's parts. ``used`` says how many ranks used each parameter, (n,) float64, or is

@@ -1,4 +1,4 @@
-"""What a loss function is, and whether it returned what it must."""
+"""Check a loss function and its results."""
 
 from __future__ import annotations
 

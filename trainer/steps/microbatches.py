@@ -154,7 +154,7 @@ class Microbatches:
         return self._config.adaptive_batch or self._config.microbatch is not None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What was found, for JSON: the same on every rank; None for nothing."""
+        """State for JSON, the same on every rank; None if nothing was found."""
         return None if self._found is None else asdict(self._found)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -216,7 +216,7 @@ class Microbatches:
         return rows
 
     def _all(self, fits: bool) -> bool:
-        """Whether all ranks say so."""
+        """Return whether the batch fits on all ranks."""
         found = torch.tensor([int(fits)])
         if self._group is not None:
             dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
@@ -238,9 +238,9 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class _Found:
-    """How many rows fit, up to how many were asked about, and what the ranks' memory was.
+    """Number of rows that fit, the number tried, and the ranks' memory.
 
-    ``alone``: as a step's only microbatch, beside which no gradients are kept.
+    ``alone``: they fit as a step's only microbatch, beside which no gradients are kept.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Whether a forward and backward fit into the device's memory, tried on the model itself, which is left as it was."""
+"""Probe whether a forward and backward fit into the device's memory, on the model itself, and restore it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MemoryProbe:
         self._precision = precision
 
     def fits(self, batch: Any, rounds: int) -> bool:
-        """Whether so many microbatches like this, one after another, fit. Other errors than of memory are raised.
+        """Return whether ``rounds`` such microbatches, one after another, fit. Errors other than of memory are raised.
 
         Weights, gradients, buffers and the global generators of random numbers are afterwards what they were.
         """
@@ -88,7 +88,7 @@ class MemoryProbe:
 
 
 def describe_memory(device: torch.device, precision: PrecisionConfig, activation: ActivationConfig) -> str:
-    """What the memory of a microbatch depends on, and how much of it there is."""
+    """Describe what a microbatch's use of memory depends on, and how much memory there is."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         what = f"{found.name}, {found.total_memory} bytes"
@@ -98,7 +98,7 @@ def describe_memory(device: torch.device, precision: PrecisionConfig, activation
 
 
 def find_batch_norms(model: nn.Module) -> str:
-    """What to say of statistics over microbatches; empty where the model takes none."""
+    """Describe the model's batch statistics over microbatches; empty if it has none."""
     names = [name for name, one in model.named_modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
     if not names:
         return ""
@@ -107,14 +107,14 @@ def find_batch_norms(model: nn.Module) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device's memory did not suffice: libraries that allocate by themselves say so in their own way."""
+    """Return whether an error means that a device ran out of memory, in the words of torch or of other libraries."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
 def _count_refusals(device: torch.device) -> int:
-    """How often torch's allocator had no memory to give, so far."""
+    """Number of allocations that torch's allocator has refused so far."""
     return int(torch.cuda.memory_stats(device)["num_ooms"]) if device.type == "cuda" else 0
 
 

@@ -128,7 +128,7 @@ class Schedule:
         self._rates = [base * factor for base in self._base_rates]
 
     def describe(self) -> dict[str, Any]:
-        """What decides the rates, as JSON: the same on every rank."""
+        """Describe all that decides the rates, as JSON: the same on every rank."""
         config = self._config
         ends = {"end_factor": config.end_factor} if config.shape in _FALLING else {}
         length = {} if config.shape == "constant" else {"updates": self._total}

@@ -65,7 +65,7 @@ class StepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did, the same on every rank: mean loss over ``count`` samples or tokens of ``rows`` rows.
+    """Result of a step, the same on every rank: mean loss over ``count`` samples or tokens of ``rows`` rows.
 
     ``gradient_norm`` is that of the mean's gradient before clipping: a 0-dim tensor where nothing has waited for it
     yet, None where no update was tried.
@@ -326,11 +326,11 @@ class StepRunner:
 
     @property
     def _trains_alone(self) -> bool:
-        """Whether there are other ranks, and this one exchanges no gradients with them."""
+        """Return whether there are other ranks, and this one exchanges no gradients with them."""
         return self._world.world_size > 1 and not self._parallel.exchanges
 
     def _is_bad(self, norm: float) -> bool:
-        """Whether the gradients' norm is not finite on any rank: one norm for all, but where ranks exchange none."""
+        """Return whether the norm is not finite on any rank; all share one norm, unless they exchange none."""
         bad = not math.isfinite(norm)
         if not self._trains_alone:
             return bad
@@ -339,7 +339,7 @@ class StepRunner:
         return bool(flag.item())
 
     def _factor(self, norm: float | torch.Tensor, correction: float) -> float | torch.Tensor:
-        """What makes the gradients that of the mean, no longer than ``clip_norm``."""
+        """Factor that turns the gradients into those of the mean, no longer than ``clip_norm``."""
         limit = self._config.clip_norm
         if limit is None:
             return correction

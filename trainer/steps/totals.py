@@ -1,4 +1,4 @@
-"""What the ranks add up in a step, and a way for it to the host that waits for nothing that was queued after it."""
+"""Sum a step's numbers over the ranks, and read them on the host without waiting for later work on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which errors are a rank's own, and which only tell that another rank is gone."""
+"""Tell a rank's own errors from those that only show that another rank is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _COLLECTIVE_MARKS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Conne
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error comes from gloo, NCCL, the store or another rank's loader: another rank is its likely cause."""
+    """Return whether an error comes from gloo, NCCL, the store or another rank's loader: another rank likely failed."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, dist.DistError) or getattr(cause, "is_consequence", False):

@@ -1,4 +1,4 @@
-"""What torch compiles at the moment, so that the watchdog can tell a long compilation from a hang."""
+"""Report torch's current compilations, so that the watchdog can tell a long one from a hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether other ranks end an epoch as early as this one: told over the store; a collective would meet a step's."""
+"""Agree over the store on whether other ranks end an epoch as early; a collective would meet a step's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def find_stepping(store: PrefixStore, others: list[int], key: str, *, rank: int,
 
 
 def _is_stepping(store: PrefixStore, other: int, step: int, seen: dict[int, int]) -> bool:
-    """Whether the rank's beat says so; ``seen`` has the first beat of each, which may be from before a rewind."""
+    """Return whether the rank's beat shows the step; ``seen`` has its first beat, which may precede a rewind."""
     if not store.check([f"beat/{other}"]):
         return False
     beat = Beat.from_text(store.get(f"beat/{other}"))

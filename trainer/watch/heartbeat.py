@@ -1,4 +1,4 @@
-"""What ranks report about themselves, and the judgement: which rank is the cause, and since when. No I/O."""
+"""Heartbeats of ranks, and the judgement from them: which rank is the cause, and since when. No I/O."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What one rank is doing.
+    """Beat of one rank: its phase and the details.
 
-    When it wrote this, it had been in the phase for ``since_s``; a collective had failed on it ``broken_s`` before.
+    At the time of writing it had been in the phase for ``since_s``, and ``broken_s`` had passed since a collective
+    failed on it.
     """
 
     phase: str
@@ -119,7 +120,7 @@ def judge(
 
 
 def silence_limit_s(timeout_s: float, *, broken: bool) -> float:
-    """How long a rank may be silent; ``broken``: a collective has failed, which its death would explain."""
+    """Longest silence to allow a rank, in seconds; ``broken``: a collective has failed, which its death may explain."""
     return min(SILENT_AT * timeout_s, _SILENT_S) if broken else VERDICT_AT * timeout_s
 
 
@@ -159,13 +160,13 @@ def _judge_overdue(
 
 
 def _is_silent(sighting: Sighting, now_s: float) -> bool:
-    """Whether a rank's silence explains that others wait for it."""
+    """Return whether a rank's silence explains that others wait for it."""
     beat = sighting.beat
     return beat is not None and sighting.silent_s(now_s) > silence_limit_s(beat.timeout_s, broken=True)
 
 
 def describe(sighting: Sighting, now_s: float) -> str:
-    """What a rank is doing and for how long: ``in fetch (step=7, shard=train-3.tar) for 4.1 s``."""
+    """Describe a rank's phase and how long it lasts: ``in fetch (step=7, shard=train-3.tar) for 4.1 s``."""
     beat = sighting.beat
     if beat is None:
         return "not heard of yet"
@@ -181,9 +182,9 @@ def _place(beat: Beat) -> str:
 
 
 def describe_lost_store(first: Sighting, now_s: float, what: str, *, place: str, is_here: bool) -> str:
-    """That the key-value store is gone, or does not answer, as ``what`` says; ``first`` is the sighting of rank 0.
+    """Explain that the key-value store is gone or silent, in the words of ``what``; ``first`` is rank 0's sighting.
 
-    ``place`` is where the store is; ``is_here``: on this rank's own machine, which is not cut off from it.
+    ``place`` is the store's address; ``is_here``: it is this machine, so the rank cannot be cut off from it.
     """
     doing, at = describe(first, now_s), f" at {place}" if place else ""
     cut_off = "" if is_here else " or cut off from this one"
@@ -205,10 +206,10 @@ def _sentence(culprits: Sequence[int], sightings: Mapping[int, Sighting], now_s:
     if len(culprits) > _NAMED_OTHERS:
         causes.append(f"{len(culprits) - _NAMED_OTHERS} more ranks likewise")
     others = [rank for rank in sightings if rank not in culprits]
-    told = [f"rank {rank} {describe(sightings[rank], now_s)}" for rank in others[:_NAMED_OTHERS]]
+    named = [f"rank {rank} {describe(sightings[rank], now_s)}" for rank in others[:_NAMED_OTHERS]]
     if len(others) > _NAMED_OTHERS:
-        told.append(f"{len(others) - _NAMED_OTHERS} more")
-    return "; ".join(causes) + (f". The others: {'; '.join(told)}" if told else "")
+        named.append(f"{len(others) - _NAMED_OTHERS} more")
+    return "; ".join(causes) + (f". The others: {'; '.join(named)}" if named else "")
 
 
 def _cause(rank: int, sighting: Sighting, now_s: float) -> str:

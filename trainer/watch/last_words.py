@@ -1,4 +1,4 @@
-"""What a rank that ends says, and its end, neither of which a full disk or a closed terminal may prevent."""
+"""Report and end a rank that fails, even with a full disk or a closed terminal."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def leave_to_launcher(text: str) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
-    told = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     try:
-        Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     except OSError:
         return False
     return True

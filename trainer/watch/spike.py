@@ -88,7 +88,7 @@ class SpikeWatch:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the last steps are suspicious, and too few to be a spike."""
+        """Return whether the last steps are suspicious, but too few to be a spike."""
         return 0 < self._count < self._config.patience
 
     def add(self, step: int, loss: float) -> Spike | None:

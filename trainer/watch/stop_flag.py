@@ -76,7 +76,7 @@ class TraceFlag:
             signal.signal(signal.SIGUSR2, self._catch)
 
     def take(self) -> bool:
-        """Whether the signal came since the last call."""
+        """Return whether the signal came since the last call."""
         found, self._is_set = self._is_set, False
         return found
 

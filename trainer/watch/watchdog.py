@@ -344,7 +344,7 @@ class Watchdog:
         return replace(beat, details=details, since_s=since_s, progress=done)
 
     def _read_progress(self, beat: Beat, now_s: float) -> tuple[int, float]:
-        """How far the phase has come, and when that last changed; the main thread may begin another meanwhile."""
+        """Progress of the phase, and the time of its last change; the main thread may begin another meanwhile."""
         count, value, at_s = self._progressed
         value, at_s = (value, at_s) if count == beat.count else (0, float("-inf"))
         progress = self._progress

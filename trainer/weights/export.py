@@ -37,7 +37,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What was written: ``files`` are names in ``output`` and their bytes; ``tensors`` counts the names."""
+    """Result of an export: ``files`` are names in ``output`` and their bytes; ``tensors`` counts the names."""
 
     checkpoint: str
     step: int
@@ -134,7 +134,7 @@ def count_bytes(run: str | Path, step: Step, weights: Weights = "model") -> int:
 
 
 def _has_metadata(chosen: Chosen) -> bool:
-    """Whether the metadata is what was saved; if not, the export will name the damage."""
+    """Return whether the metadata is as it was saved; if not, the export will name the damage."""
     metadata = chosen.folder / _METADATA_NAME
     return metadata.is_file() and seal_file(metadata) == read_manifest(chosen.folder).files.get(_METADATA_NAME)
 

@@ -1,4 +1,4 @@
-"""Which tensor of a source goes where in a model: renaming, ties, and what fits. Pure; no file is read here."""
+"""Map a source's tensors to a model's: renaming, ties, and what fits. Pure; no file is read here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is known of a tensor before it is read; ``dtype`` is None for a format that torch cannot convert."""
+    """Facts of a tensor before it is read; ``dtype`` is None for a format that torch cannot convert."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -36,8 +36,11 @@ class Allowed:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """``sources``: the source's name for each of the model's names that is loaded; ``kept``: the model's names that
-    keep their initial values; ``ignored``: the source's names that go nowhere."""
+    """Assignment of a source's tensors to a model's.
+
+    ``sources``: the source's name for each of the model's names that is loaded; ``kept``: the model's names that keep
+    their initial values; ``ignored``: the source's names that go nowhere.
+    """
 
     sources: Mapping[str, str]
     kept: tuple[str, ...]
@@ -145,7 +148,7 @@ def _check_patterns(
 
 
 def _compare(mine: TensorFacts, other: TensorFacts) -> str:
-    """What forbids loading ``other`` into ``mine``; the empty text if nothing does."""
+    """Explain what forbids loading ``other`` into ``mine``; empty if nothing does."""
     if mine.shape != other.shape:
         return f"{other.shape} there and {mine.shape} here"
     if not _converts(other.dtype, mine.dtype):

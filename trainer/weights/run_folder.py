@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant, and which weights of it."""
+"""Choose a checkpoint of a run, and which of its weights to load."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Chosen(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where its metadata can be read, and the tensors that ``bring`` brought."""
+        """Folder of its metadata, and of the tensors after ``bring``."""
         ...
 
     def count_bytes(self, ranges: Ranges) -> int:
-        """How many bytes ``find_damage`` of all shares and ``bring`` together tell ``advance`` of."""
+        """Total bytes that ``find_damage`` over all shares and ``bring`` report to ``advance``."""
         ...
 
     def find_damage(self, *, share: int = 0, shares: int = 1, advance: Advance = lambda count: None) -> list[str]:
@@ -108,7 +108,7 @@ class LocalCheckpoint:
 
 
 def holds_checkpoints(run: Path) -> bool:
-    """Whether this is a checkpoint, a folder of checkpoints, or a run's folder with one inside."""
+    """Return whether this is a checkpoint, a folder of checkpoints, or a run's folder with one inside."""
     return (run / MANIFEST_NAME).is_file() or bool(_folders_of(run))
 
 

@@ -1,4 +1,4 @@
-"""Where weights are read from: safetensors files, a Hugging Face folder, or a checkpoint of a run.
+"""Sources of weights: safetensors files, a Hugging Face folder, or a checkpoint of a run.
 
 Each rank reads what it holds and no more. Pickles are not read.
 """
@@ -59,7 +59,7 @@ class WeightSource(Protocol):
     def name(self) -> str: ...
 
     def describe(self) -> dict[str, TensorFacts]:
-        """What there is, by name; reads no tensor."""
+        """Describe the tensors by name; reads none of them."""
         ...
 
     def fingerprint(self) -> str:

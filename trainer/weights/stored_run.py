@@ -107,7 +107,7 @@ class StoredCheckpoint:
         return sum(part.seal.size for name, of_file in ranges.items() for part in self._stored.parts_of(name, of_file))
 
     def find_damage(self, *, share: int = 0, shares: int = 1, advance: Advance = lambda count: None) -> list[str]:
-        """What a listing shows, once for all shares; contents are verified as they are fetched."""
+        """List the damage that a listing shows, once for all shares; contents are verified as they are fetched."""
         with _in_words():
             return [] if share else find_missing(self._store, self._stored)
 
@@ -116,7 +116,7 @@ class StoredCheckpoint:
             self._refuse(fetch_files(self._store, self._stored, ranges, self.folder, advance))
 
     def read_config(self) -> bytes | None:
-        """What lies beside the manifests."""
+        """Read the run's configuration beside the manifests; None if there is none."""
         with _in_words():
             try:
                 return bytes(self._store.get(CONFIG_NAME))

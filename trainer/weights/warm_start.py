@@ -60,7 +60,7 @@ class WarmStartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
-    """What was loaded, and what was not: ``loaded`` and ``kept`` are names of the model, ``ignored`` of the source."""
+    """Result of a warm start: ``loaded`` and ``kept`` are names of the model, ``ignored`` of the source."""
 
     source: str
     loaded: frozenset[str]

@@ -21,7 +21,7 @@ _SUBNET = "10.77.0"
 
 
 def why_no_hosts() -> str:
-    """Why hosts cannot be made here; empty where they can."""
+    """Explain why hosts cannot be made here; empty where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -109,10 +109,10 @@ class Hosts:
 
     def pids(self, host: int) -> list[int]:
         """The processes that run on a host."""
-        told = subprocess.run(
+        output = subprocess.run(
             ["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=False
         ).stdout
-        return [int(line) for line in told.split() if is_running(int(line))]
+        return [int(line) for line in output.split() if is_running(int(line))]
 
     def kill(self, host: int) -> None:
         """SIGKILL to every process of a host."""
@@ -132,7 +132,7 @@ class Hosts:
         self._tell()
 
     def cut_one_way(self, source: int, target: int) -> None:
-        """What one host sends to another is lost."""
+        """Drop everything that one host sends to another."""
         self._cut.add((source, target))
         self._tell()
 

@@ -1,4 +1,4 @@
-"""What a rank of a job on several hosts is told."""
+"""Job of one rank among several hosts."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SHARD_BYTES = 16_000
 PORT = 29400
 START_S = 120.0
 LAUNCHER_S = 20.0  # how long torchrun is waited for once the ranks have ended
-_TOLD = re.compile(r"(training stops|RankStoppedError|DatasetError|WorldError): (.*)")
+_MESSAGE = re.compile(r"(training stops|RankStoppedError|DatasetError|WorldError): (.*)")
 
 
 class Scene:
@@ -119,9 +119,9 @@ class Scene:
             time.sleep(0.05)
         return time.monotonic() - self.began_at
 
-    def told(self, host: int) -> str:
+    def message_of(self, host: int) -> str:
         """The first cause that the output of a host names."""
-        found = _TOLD.search(self.outputs[host].read_text(errors="replace"))
+        found = _MESSAGE.search(self.outputs[host].read_text(errors="replace"))
         return f"{found[1]}: {found[2]}" if found else ""
 
     def tails(self) -> str:
@@ -130,10 +130,10 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCase(Case):
-    """What befalls hosts, or the network between them.
+    """Case of a fault of hosts, or of the network between them.
 
-    ``befalls(scene)`` is called when the processes have started, and marks when it begins. ``says``: by host, a
-    pattern of what its output must hold; empty where the job must go on. ``is_lost``: hosts whose processes are killed
+    ``befalls(scene)`` is called when the processes have started, and marks when the fault begins. ``says``: by host, a
+    pattern that its output must match; empty where the job must continue. ``is_lost``: hosts whose processes are killed
     with it, of which nothing is expected. ``error_s`` limits the time until every rank's process has ended.
     """
 
@@ -186,17 +186,17 @@ def _note_end(case: HostCase, scene: Scene, outcome: Outcome) -> None:
         outcome.ended = "finished"
         return
     outcome.error_s = ended_s
-    told = {host: scene.told(host) for host in ranks}
-    outcome.ended = "error" if any(told.values()) else "killed"
-    outcome.message = "; ".join(f"host {host}: {text}" for host, text in told.items() if text)
-    outcome.error = "StallError" if "training stops: " in outcome.message else _first_kind(told)
+    messages = {host: scene.message_of(host) for host in ranks}
+    outcome.ended = "error" if any(messages.values()) else "killed"
+    outcome.message = "; ".join(f"host {host}: {text}" for host, text in messages.items() if text)
+    outcome.error = "StallError" if "training stops: " in outcome.message else _first_kind(messages)
     for host, pattern in case.says.items():
-        if not re.search(pattern, told[host]):
-            outcome.failures.append(f"host {host} did not say {pattern!r}: {told[host] or scene.tails()}")
+        if not re.search(pattern, messages[host]):
+            outcome.failures.append(f"host {host} did not say {pattern!r}: {messages[host] or scene.tails()}")
 
 
-def _first_kind(told: Mapping[int, str]) -> str:
-    return next((text.partition(":")[0] for text in told.values() if text), "")
+def _first_kind(messages: Mapping[int, str]) -> str:
+    return next((text.partition(":")[0] for text in messages.values() if text), "")
 
 
 def _go_on(case: HostCase, scene: Scene, outcome: Outcome) -> None:

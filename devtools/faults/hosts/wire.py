@@ -38,7 +38,7 @@ _MAX_FRAMES = 100_000  # that are under way; more are lost, as in a router
 
 
 class Weather:
-    """What happens to a frame from one end to another: pairs of (from, to) that are cut, a delay, and a share lost."""
+    """Treatment of frames between two ends: pairs of (from, to) that are cut, a delay, and a share lost."""
 
     def __init__(self, cut: Any = (), delay_s: float = 0.0, loss: float = 0.0) -> None:
         self._cut = {(int(source), int(target)) for source, target in cut}
@@ -47,7 +47,7 @@ class Weather:
         self._draw = random.Random(0)
 
     def passes(self, source: int, target: int) -> bool:
-        """Whether a frame arrives."""
+        """Return whether a frame arrives."""
         return (source, target) not in self._cut and self._draw.random() >= self._loss
 
 

@@ -250,7 +250,7 @@ class Bucket:
 
 @contextmanager
 def _in_words(kind: type[CheckpointError]) -> Iterator[None]:
-    """What a store refuses, as an error of checkpoints."""
+    """Translate a store's errors into errors of checkpoints."""
     try:
         yield
     except StorageError as exc:

@@ -1,4 +1,4 @@
-"""What a checkpoint is in an object store: keys, the manifest, what may be deleted. No tensors, no ranks.
+"""Layout of a checkpoint in an object store: keys, the manifest, what may be deleted. No tensors, no ranks.
 
 ``data/step-N.ID/FILE.00000`` and on are the parts of a file; ID is new for each save, so that no data is ever written
 over. ``manifests/step-N.json`` is written last: it makes the checkpoint, and is deleted first. What no manifest names

@@ -182,7 +182,7 @@ def _describe_self() -> dict[str, Any]:
 
 
 def _processes() -> str | None:
-    """What tells whether another's pid means the same here: the boot and the namespace of pids, as of a container."""
+    """Identify the scope of pids: the boot and the namespace of pids, as of a container; None if it is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + Path("/proc/self/ns/pid").readlink().name
     except OSError:
@@ -190,7 +190,7 @@ def _processes() -> str | None:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the owner lives; None if that cannot be known from here."""
+    """Return whether the owner lives; None if that cannot be known from here."""
     if owner.get("processes") is None or owner["processes"] != _processes() or owner.get("ticks") is None:
         return None
     return bool(owner["ticks"] == start_ticks(owner["pid"]))

@@ -47,7 +47,7 @@ def render_page(run: RunLog, *, title: str, now_s: float) -> str:
 
 
 def _failure(run: RunLog) -> Iterable[str]:
-    """What ended a run that failed, whole."""
+    """Render the whole error of a run that failed."""
     if run.error:
         yield f"<section class='failure'><h2>What failed</h2><pre>{escape(run.error)}</pre></section>"
 
@@ -92,13 +92,15 @@ def _charts(run: RunLog) -> Iterable[str]:
         yield f'<p class="hint">{_ONE_RECORD}</p>'
         return
     marks = Marks(resumes=resume_marks(run), saves=[record["step"] for record in run.of("checkpoint")])
-    told = ["Numbers over steps; each point is the mean since the one before."]
+    hints = ["Numbers over steps; each point is the mean since the one before."]
     if marks.resumes:
         again = " or training went back after a loss spike" if run.of("rewind") else ""
-        told.append(f"Dashed lines: the ranks started again{again}. Pale lines: steps that were made again after that.")
+        hints.append(
+            f"Dashed lines: the ranks started again{again}. Pale lines: steps that were made again after that."
+        )
     if marks.saves:
-        told.append("Triangles: saves.")
-    yield f'<p class="hint">{" ".join(told)}</p><section class="charts">'
+        hints.append("Triangles: saves.")
+    yield f'<p class="hint">{" ".join(hints)}</p><section class="charts">'
     yield _card(run, marks, "Loss", [("loss", "Loss")], short, from_zero=False, may_be_log=True)
     for name, title, form in (
         ("rate", "Learning rate", short),
@@ -273,11 +275,11 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _describe_source(run: RunLog, now_s: float) -> str:
-    told = f"Made {clock(now_s)} from {run.path}."
+    hints = f"Made {clock(now_s)} from {run.path}."
     if run.damaged_lines:
         lines = "1 line was" if run.damaged_lines == 1 else f"{run.damaged_lines:,} lines were"
-        told += f" {lines} damaged and left out."
-    return told
+        hints += f" {lines} damaged and left out."
+    return hints
 
 
 def _cell(value: Any) -> str:

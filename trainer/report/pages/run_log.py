@@ -35,7 +35,7 @@ class Attempt:
 
     @property
     def start(self) -> Mapping[str, Any]:
-        """What was recorded as training began; empty in files of older releases."""
+        """Record of the start of training; empty in files of older releases."""
         return next(iter(self.of("start")), self.ranks)
 
     @property
@@ -80,7 +80,7 @@ class Attempt:
 
     @property
     def error(self) -> str:
-        """What ended it, where the error was recorded."""
+        """Error that ended the attempt; empty if none was recorded."""
         return str(next(iter(self.of("failure")), {}).get("error", ""))
 
     def series(self, name: str, kind: str = "train") -> list[Point]:
@@ -170,7 +170,7 @@ def find_log(run: Path) -> Path:
 
 
 def _has_records(path: Path) -> bool:
-    """Whether there is a record among the first lines of a file that has another name than a run's has."""
+    """Return whether a file with another name than a run's has a record among its first lines."""
     try:
         with path.open("rb") as file:
             lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
@@ -267,20 +267,20 @@ def _take_first_notes(before: Attempt, record: Mapping[str, Any]) -> list[Mappin
 
 
 def _find_error(attempts: Sequence[Attempt], folder: Path) -> str:
-    """What ended the last attempt. A rank that is ended by force in a collective records nothing, and others do."""
+    """Find the error that ended the last attempt. A rank that is killed in a collective records none; others do."""
     began_s = attempts[-1].began_s if attempts else 0.0
-    told = attempts[-1].error if attempts else ""
-    if not told.startswith(OF_OTHERS) and (told or (attempts and attempts[-1].end is not None)):
-        return told
+    error = attempts[-1].error if attempts else ""
+    if not error.startswith(OF_OTHERS) and (error or (attempts and attempts[-1].end is not None)):
+        return error
     failed = find_failed(one for one in read_ranks(folder) if one.time >= began_s)
     if failed is not None and not failed.error.startswith(OF_OTHERS):
         return failed.describe_error()
     words = (line.partition(_OF_WATCHDOG)[2] for time_s, line in _read_stalls(folder) if time_s >= began_s)
-    return told.removeprefix(OF_OTHERS) or next(filter(None, words), "" if failed is None else failed.error)
+    return error.removeprefix(OF_OTHERS) or next(filter(None, words), "" if failed is None else failed.error)
 
 
 def _read_stalls(folder: Path) -> Iterator[tuple[float, str]]:
-    """When each watchdog wrote its report, and its first line."""
+    """Read the time and the first line of each watchdog's report."""
     for path in sorted((folder / "stalls").glob("stall-rank-*.txt")):
         try:
             with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""What a run's records come to, in sentences and as plain data."""
+"""Summarize a run's records, in sentences and as plain data."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def describe_state(run: RunLog, now_s: float, *, ago: str = "before this page") 
     if last.stopped_by and last.end is not None:
         resumes_at = last.end.get("resumes_at", last.last_step)
         then = "nothing is saved" if resumes_at is None else f"resumes at step {resumes_at:,}"
-        told = f"Stopped by {last.stopped_by} after step {last.last_step:,}{of}, at {clock(last.ended_s)}; {then}."
-        return f"{told} {_after_the_end(run)}".rstrip()
+        sentence = f"Stopped by {last.stopped_by} after step {last.last_step:,}{of}, at {clock(last.ended_s)}; {then}."
+        return f"{sentence} {_after_the_end(run)}".rstrip()
     if last.end is not None:
-        told = f"Training ended after step {last.last_step:,}{of}, at {clock(last.ended_s)}."
-        return f"{told} {_after_the_end(run)}".rstrip()
+        sentence = f"Training ended after step {last.last_step:,}{of}, at {clock(last.ended_s)}."
+        return f"{sentence} {_after_the_end(run)}".rstrip()
     if run.error:
         saves = run.of("checkpoint")
         saved = f"The last save is of step {saves[-1]['step']:,}." if saves else "Nothing was saved."
@@ -54,7 +54,7 @@ def _in_a_sentence(error: str) -> str:
 
 
 def resume_marks(run: RunLog) -> list[tuple[int, str]]:
-    """Where each later attempt, or a rewind, went on, with what changed: (step, words)."""
+    """Places where a later attempt resumed or a rewind began, with the changes: (step, words)."""
     found = []
     for before, after in zip(run.attempts, run.attempts[1:], strict=False):
         if after.rewind is not None:
@@ -79,7 +79,7 @@ def describe_rewinds(run: RunLog) -> list[str]:
 
 
 def summarize(run: RunLog, now_s: float) -> Mapping[str, Any]:
-    """What the page tells, as plain data for programs."""
+    """Summarize the page as plain data for programs."""
     trained, evaluated = run.of("train"), run.of("evaluate")
     return {
         "state": describe_state(run, now_s),

@@ -1,4 +1,4 @@
-"""What a loader tells of itself, whichever it is: penstock's has ``metrics``, ``activity`` and ``record_timeline``."""
+"""Numbers of any loader; penstock's has ``metrics``, ``activity`` and ``record_timeline``."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class LoaderNumbers:
         return {"loader_bottleneck": recent.get("bottleneck"), **values}
 
     def doing(self) -> str:
-        """What the loader waits for, in words; empty if for nothing."""
+        """Current wait of the loader, in words; empty for none."""
         try:
-            told = self.loader.activity()  # type: ignore[attr-defined]
+            activity = self.loader.activity()  # type: ignore[attr-defined]
         except Exception:  # noqa: BLE001 - as above
             return ""
-        return str(told.get("waiting_for", "")) if isinstance(told, Mapping) else ""
+        return str(activity.get("waiting_for", "")) if isinstance(activity, Mapping) else ""
 
     def record_timeline(self, timeline: Timeline | None) -> None:
         """Have the loader draw its stages, if it can."""

@@ -1,4 +1,4 @@
-"""What a rank says of itself while it trains: one small file a rank in ``output_dir/ranks``. Needs no torch."""
+"""Status of a rank while it trains: one small file a rank in ``output_dir/ranks``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class RankStatus:
         return sum(self.seconds.get(name, 0.0) for name in phases) / self.window_s if self.window_s > 0 else 0.0
 
     def describe_error(self) -> str:
-        """Which rank failed, where, and why; empty for one that did not."""
+        """Describe a failed rank: where it failed, and why; empty for one that did not."""
         return f"rank {self.rank} on {self.host}: {self.error}" if self.state == "failed" else ""
 
     def to_text(self) -> str:

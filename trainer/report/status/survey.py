@@ -1,4 +1,4 @@
-"""What all ranks' statuses come to: who is slowest, who is silent, what bounds the run, what to change. No I/O."""
+"""Survey of all ranks' statuses: who is slowest, who is silent, what bounds the run, what to change. No I/O."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def _judge(
     if slow is not None:
         one, excess_s, phase = slow
         more = f"{_ms(excess_s)} of {_ms(step_s)} a step more than the others, in {phase}"
-        told = f"Rank {one.rank} on {one.host} is slowest: {more}. {_advise_one(one, phase)}"
-        return ("data" if phase == "fetch" else "rank"), told
+        sentence = f"Rank {one.rank} on {one.host} is slowest: {more}. {_advise_one(one, phase)}"
+        return ("data" if phase == "fetch" else "rank"), sentence
     waits = sum(one.data_wait_share or 0.0 for one in moving) / len(moving)
     if waits > _WAIT_SHARE:
         worst = max(moving, key=lambda one: one.data_wait_share or 0.0)
@@ -162,12 +162,12 @@ def _judge_stuck(stuck: Sequence[RankStatus]) -> tuple[str, str]:
     """Blame a rank that waits for no other, if there is one."""
     alone = [one for one in stuck if one.phase not in _TOGETHER]
     one = max(alone or stuck, key=lambda each: each.phase_s)
-    told = f"Rank {one.rank} on {one.host} has been in {one.phase} for {one.phase_s:.0f} s"
+    sentence = f"Rank {one.rank} on {one.host} has been in {one.phase} for {one.phase_s:.0f} s"
     if one.phase == "fetch":
-        return "data", f"{told}{f', waiting for {one.doing}' if one.doing else ''}. {one.advice}".rstrip()
+        return "data", f"{sentence}{f', waiting for {one.doing}' if one.doing else ''}. {one.advice}".rstrip()
     if one.phase in _TOGETHER:
-        return "other ranks", f"{told}, where it waits for other ranks; all do, or one of them is not known here."
-    return "rank", f"{told}."
+        return "other ranks", f"{sentence}, where it waits for other ranks; all do, or one of them is not known here."
+    return "rank", f"{sentence}."
 
 
 def _advise_one(one: RankStatus, phase: str) -> str:

@@ -26,7 +26,7 @@ _LATEST_S = 120.0  # an older request was asked of processes that are gone; cloc
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineRequest:
-    """That every rank record what its threads do for ``seconds`` and write it under ``name``."""
+    """Request to every rank: record what its threads do for ``seconds``, and write it under ``name``."""
 
     name: str
     seconds: float

@@ -55,7 +55,7 @@ class _StepEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class _Moment:
-    """What has been counted at a time by perf_counter; ``ended`` is the end of a step, one of the last before it."""
+    """Counts at a time by perf_counter; ``ended`` is the end of a step, one of the last before it."""
 
     at_s: float
     step: int
