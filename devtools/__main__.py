@@ -11,7 +11,14 @@ import textwrap
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_PARTS = {"arguments", "equality_cases", "mixture_peers", "simulation_rank", "single_pass"}  # of other tools
+_PARTS = {
+    "arguments",
+    "equality_cases",
+    "mixture_peers",
+    "simulation_rank",
+    "single_pass",
+    "single_start",
+}  # of other tools
 _USAGE = "usage: python -m devtools CASE [ARGUMENTS]\n\nCASE --help tells its arguments.\n"
 
 

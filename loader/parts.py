@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..storage import EncryptedStore, open_store
+from ..storage import open_store
 from ..storage.options import MappedReads
+from ..storage.store import is_encrypted
 from ..storage.telling.counts import fastest_response_s
 from .arguments.common import LastBatch, SampleWeights, check_names, fields_of, make_selection
 from .arguments.costs import CostArguments
@@ -227,7 +228,7 @@ def open_one(
         policy.avoided_chunks,
         maps_files=common.maps_files,
         # Nothing that was encrypted goes onto a disk, and these hold keys and small values.
-        kept=None if isinstance(store, EncryptedStore) else KeptLayouts(manifest, read, common.cache_dir),
+        kept=None if is_encrypted(store) else KeptLayouts(manifest, read, common.cache_dir),
     )
     common.resources.others.append(chunks)
     decoders.are_images = ImageFields(chunks)

@@ -19,13 +19,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from .aws_profile import credentials_of, profile_name, read_profile
 from .errors import UnsupportedURLError
-from .retrying.patience import TimeLimit
 from .suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from .retrying.patience import TimeLimit
 
 CREDENTIALS_OPTION = "credential_provider"
 DIRECT_OPTION = "direct_reads"
@@ -280,6 +281,8 @@ def is_s3(scheme: str) -> bool:
 
 def _complete_s3(config: dict[str, Any]) -> None:
     """Fill in what the options leave out from the environment."""
+    from .aws_profile import credentials_of, profile_name, read_profile
+
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         config.setdefault("endpoint", endpoint)

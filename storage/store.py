@@ -102,6 +102,11 @@ class Store(Protocol):
         ...
 
 
+def is_encrypted(store: Store) -> bool:
+    """Tell whether what a store writes is encrypted, and what it reads has to be."""
+    return getattr(store, "encrypts", False)
+
+
 @runtime_checkable
 class DiscardingStore(Store, Protocol):
     """A store that keeps what it read."""

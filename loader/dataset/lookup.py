@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError
 from ...storage.threads.daemon_pool import DaemonPool
-from ..formats.mds import MdsFormat
-from ..formats.names import has_suffix
+from ..formats.names import SUFFIXES, has_suffix
 from ..formats.tokens import index_keys
 
 # From this many keys of one folder on, one LIST is cheaper than a HEAD each.
@@ -18,7 +17,7 @@ _HEAD_THREADS = 32
 
 def find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
     """What belongs to shards: for MDS their folder, whose index.json names every shard; for Megatron the .idx files."""
-    folders = {key.rpartition("/")[0] for key in keys if has_suffix(key, MdsFormat.suffixes)}
+    folders = {key.rpartition("/")[0] for key in keys if has_suffix(key, SUFFIXES["mds"])}
     for folder in sorted(folders):
         yield from store.list(f"{folder}/" if folder else "")
     yield from find_keys(store, [index for key in sorted(keys) for index in index_keys(key)]).values()

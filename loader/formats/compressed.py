@@ -35,8 +35,6 @@ _CODECS = {
 }
 # Snappy repeats 64 bytes with 2 at most (its format_description.txt, 2.2).
 _SNAPPY_RATIO = 32
-# What a compressed shard's name ends in, after the suffix of its format.
-CODEC_SUFFIXES = (".gz", ".bz2", ".zst", ".zstd")
 _MAGICS = {"gzip": b"\x1f\x8b", "bz2": b"BZh", "zstd": b"\x28\xb5\x2f\xfd"}
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import zstandard
 
-from ...storage import ENCRYPTED_SUFFIX, ByteRange, ObjectInfo, Store
+from ...storage import ByteRange, ObjectInfo, Store
 from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError, DatasetError
-from .names import has_suffix, is_hidden
+from .names import SUFFIXES, has_suffix, is_hidden
 from .shard import ShardFormat
 
 # Imported on first use, so that who names a format does not wait for the libraries of the others.
@@ -98,7 +98,7 @@ def format_by_name(key: str, named: Collection[str] = ()) -> str | None:
     """The format that a key's suffix tells of, None for other suffixes and for hidden objects not ``named``."""
     if key not in named and is_hidden(key):
         return None
-    return next((name for name in FORMAT_NAMES if has_suffix(key, _format_class(name).suffixes)), None)
+    return next((name for name, suffixes in SUFFIXES.items() if has_suffix(key, suffixes)), None)
 
 
 def _by_magic(store: Store, listing: Sequence[ObjectInfo]) -> dict[str, list[str]]:
@@ -140,6 +140,8 @@ def sniff_format(head: bytes) -> str | None:
 
 def encrypted_hint(keys: Iterable[str]) -> str:
     """That the objects are encrypted, and what reads them; "" where none is."""
+    from ...storage import ENCRYPTED_SUFFIX  # with what encrypts
+
     encrypted = [key for key in keys if key.endswith(ENCRYPTED_SUFFIX)]
     if not encrypted:
         return ""
@@ -158,7 +160,7 @@ def _nothing_found(store: Store, listing: Sequence[ObjectInfo]) -> str:
     keys = [info.key for info in listing]
     if hint := encrypted_hint(keys):
         return f"{store.url}: {hint}"
-    known = ", ".join(suffixes[0] for name in FORMAT_NAMES if (suffixes := _format_class(name).suffixes))
+    known = ", ".join(suffixes[0] for suffixes in SUFFIXES.values() if suffixes)
     if any(_base(key) == "index.json" for key in keys):
         return (
             f"{store.url}: has an index.json but no .mds files, so it is not an MDS data set; "

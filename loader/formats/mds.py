@@ -21,7 +21,7 @@ from .base import BaseFormat, whole_part
 from .chunks import cut_samples
 from .compressed import codec_of, decompress
 from .mds_encodings import fixed_size, gather, make_column
-from .names import find_shards, is_hidden
+from .names import SUFFIXES, find_shards, is_hidden
 from .schema import choose_columns, make_block
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 
@@ -52,10 +52,7 @@ class MdsFormat(BaseFormat):
     """
 
     name: ClassVar[str] = "mds"
-    suffixes: ClassVar[tuple[str, ...]] = (
-        _SUFFIX,
-        *(f"{_SUFFIX}.{compression}" for compression in _COMPRESSIONS),
-    )
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["mds"]
 
     chunk_bytes: int = CHUNK_BYTES
 

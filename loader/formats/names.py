@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ...storage import ObjectInfo
+
+# Of the formats, all in lower case; in one place, so that a name is known without the libraries of every format.
+CODEC_SUFFIXES = (".gz", ".bz2", ".zst", ".zstd")
+SUFFIXES: Mapping[str, tuple[str, ...]] = {
+    "tar": (*(".tar" + codec for codec in ("", *CODEC_SUFFIXES)), ".tgz", ".tbz2", ".tzst"),
+    "parquet": (".parquet", ".pq", ".parq"),
+    "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
+    "tokens": (".bin", ".tokens", ".u16", ".u32"),
+    "mds": (".mds", *(f".mds.{codec}" for codec in ("zstd", "zst", "gz", "bz2", "br", "snappy"))),
+    "jsonl": tuple(plain + codec for plain in (".jsonl", ".ndjson", ".json-lines") for codec in ("", *CODEC_SUFFIXES)),
+    "token_documents": (),  # those of tokens, which are detected as such
+}
 
 _SYSTEM_FILES = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", ".ds_store", "icon\r"})
 _SYSTEM_FOLDERS = frozenset({"__macosx", "@eadir", "$recycle.bin", "system volume information"})

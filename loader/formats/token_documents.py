@@ -15,6 +15,7 @@ from ...storage.suggestions import unknown_choice
 from ..columns import AnyArray, Block, IntArray, ObjectColumn
 from ..errors import ConfigError, FormatError
 from .base import BaseFormat, refuse_change, refuse_empty, whole_part
+from .names import SUFFIXES
 from .schema import choose_columns
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .tokens import (
@@ -51,7 +52,7 @@ class TokenDocumentsFormat(BaseFormat):
     """
 
     name: ClassVar[str] = "token_documents"
-    suffixes: ClassVar[tuple[str, ...]] = ()  # those of tokens, which are detected as such
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["token_documents"]
 
     eos: int | None = None
     dtype: str = "uint16"

@@ -15,7 +15,7 @@ from ...storage.suggestions import unknown_choice
 from ..columns import ArrayColumn, Block, IntArray
 from ..errors import ConfigError, FormatError
 from .base import BaseFormat, check_whole, refuse_empty, whole_part
-from .names import find_shards, has_suffix
+from .names import SUFFIXES, find_shards, has_suffix
 from .schema import choose_columns
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 
@@ -47,7 +47,7 @@ class TokensFormat(BaseFormat):
     """
 
     name: ClassVar[str] = "tokens"
-    suffixes: ClassVar[tuple[str, ...]] = (".bin", ".tokens", ".u16", ".u32")
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["tokens"]
 
     seq_len: int
     dtype: str = "uint16"

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...storage import ByteRange, DiscardingStore, EncryptedStore, LocalStore, Store
+from ...storage import ByteRange, DiscardingStore, LocalStore, Store
 from ...storage.options import MappedReads
+from ...storage.store import is_encrypted
 from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block
 from ..dataset.manifest import Manifest
@@ -60,7 +61,7 @@ class AvoidedError(FormatError):
 
 def reads_locally(store: Store) -> bool:
     """Whether a store reads from this machine's disks."""
-    return isinstance(store.inner if isinstance(store, EncryptedStore) else store, LocalStore)
+    return isinstance(getattr(store, "inner", store) if is_encrypted(store) else store, LocalStore)
 
 
 class ChunkSource:
@@ -101,7 +102,7 @@ class ChunkSource:
         self._layouts = Layouts(_HEADER_BYTES, is_framed=shard_format.is_framed, kept=kept)
         # Nothing is decrypted onto a disk.
         self._memory_limit = usable_memory() if memory_limit is None else max(memory_limit, ALWAYS_BYTES)
-        self._onto_disk = shard_format.opens_pieces and not isinstance(store, EncryptedStore)
+        self._onto_disk = shard_format.opens_pieces and not is_encrypted(store)
         # Of a disk a header takes less time than a thread.
         opens: Any = getattr(type(shard_format), "open_shard", None)
         maps = maps_files if shard_format.opens_in_place else False

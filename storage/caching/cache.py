@@ -79,6 +79,11 @@ class CacheStore:
         with self._lock:
             return CacheCounts(**self._counts)
 
+    def add_up(self) -> dict[str, int]:
+        """The counts under the names that they have beside those of other layers."""
+        counts = self.counts
+        return {f"cache_{name}": getattr(counts, name) for name in CacheCounts.__slots__}
+
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
         """Read from the disk or else from the wrapped store, which is first asked for the ETag if none is given."""
         etag = etag or self._inner.head(key).etag

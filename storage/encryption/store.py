@@ -36,6 +36,8 @@ _HEADERS = 4096
 class EncryptedStore:
     """A store over another one. Mutable state: the headers of objects read with their ETags, under a lock."""
 
+    encrypts = True
+
     def __init__(self, inner: Store, key: KeySource) -> None:
         """Wrap a store; closing this one closes it too. ``key``: see ``load_key``.
 

@@ -104,6 +104,17 @@ class RetryStore:
                 hedges_won=self._budget.won,
             )
 
+    def add_up(self) -> dict[str, int]:
+        """The counts under the names that they have beside those of other layers."""
+        counts = self.counts
+        return {
+            "requests": counts.requests,
+            "retries": counts.retries,
+            "throttled_requests": counts.throttled,
+            "hedges": counts.hedges,
+            "hedges_won": counts.hedges_won,
+        }
+
     def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
         def ask(store: Store) -> memoryview:
             return store.get(key, byte_range, etag=etag)

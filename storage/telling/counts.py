@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-
-from ..caching.cache import CacheStore
-from ..retrying.retry import RetryStore
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,32 +50,20 @@ def count_store(store: object) -> StoreCounts:
 def _count_one(store: object) -> StoreCounts:
     found: dict[str, int] = {}
     for layer in _layers(store):
-        if isinstance(layer, CacheStore):
-            cached = layer.counts
-            found |= {f"cache_{name}": getattr(cached, name) for name in type(cached).__slots__}
-        elif isinstance(layer, RetryStore):
-            counts = layer.counts
-            found |= {
-                "requests": counts.requests,
-                "retries": counts.retries,
-                "throttled_requests": counts.throttled,
-                "hedges": counts.hedges,
-                "hedges_won": counts.hedges_won,
-            }
+        if hasattr(layer, "add_up"):
+            found |= layer.add_up()
     return StoreCounts(**found)
 
 
 def count_running(store: object) -> tuple[int, int]:
     """Requests of this process that run now at the store's hosts, and how many may; (0, 0) for local files."""
-    layers = (layer for each in _all_of(store) for layer in _layers(each))
-    limiters = {id(layer.limiter): layer.limiter for layer in layers if isinstance(layer, RetryStore)}.values()
+    limiters = {id(limiter): limiter for each in _all_of(store) for limiter in _limiters(each)}.values()
     return sum(limiter.running for limiter in limiters), sum(limiter.limit for limiter in limiters)
 
 
 def fastest_response_s(store: object) -> float | None:
     """Shortest round trip to the store's host that this process has seen, in seconds; None before any response."""
-    limiters = [layer.limiter for layer in _layers(store) if isinstance(layer, RetryStore)]
-    return limiters[0].round_trip_s if limiters else None
+    return next((limiter.round_trip_s for limiter in _limiters(store)), None)
 
 
 def _all_of(store: object) -> Sequence[object]:
@@ -85,7 +71,12 @@ def _all_of(store: object) -> Sequence[object]:
     return stores
 
 
-def _layers(store: object) -> Iterator[object]:
+def _limiters(store: object) -> Iterator[Any]:
+    """Those of the layers that retry, the outermost first."""
+    return (layer.limiter for layer in _layers(store) if hasattr(layer, "limiter"))
+
+
+def _layers(store: Any) -> Iterator[Any]:
     while store is not None:
         yield store
         store = getattr(store, "inner", None)

@@ -15,6 +15,7 @@ from ...columns import Block
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_large, whole_part
 from ..chunks import join_spans
+from ..names import SUFFIXES
 from ..schema import columns_here
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from .blocks import table_block, typed_kind, typed_table
@@ -66,7 +67,7 @@ class ArrowFormat(BaseFormat):
     """
 
     name: ClassVar[str] = "arrow"
-    suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".arrows", ".feather", ".ipc")
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["arrow"]
     may_lack_columns: ClassVar[bool] = True
 
     chunk_bytes: int = CHUNK_BYTES

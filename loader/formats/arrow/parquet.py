@@ -17,6 +17,7 @@ from ...columns import Block, IntArray
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_large
 from ..chunks import join_spans
+from ..names import SUFFIXES
 from ..schema import choose_columns, columns_here
 from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
 from .blocks import batch_block, table_block, typed_kind, typed_table
@@ -80,7 +81,7 @@ class ParquetFormat(BaseFormat):
     """Reads Parquet files of any row-group layout; consecutive row groups are one chunk up to ``chunk_bytes``."""
 
     name: ClassVar[str] = "parquet"
-    suffixes: ClassVar[tuple[str, ...]] = (".parquet", ".pq", ".parq")
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["parquet"]
     may_lack_columns: ClassVar[bool] = True
 
     chunk_bytes: int = CHUNK_BYTES

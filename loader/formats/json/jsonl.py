@@ -25,7 +25,8 @@ from ....storage import Store
 from ...columns import ArrayColumn, Block, Column, IntArray, ObjectColumn
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
-from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces, hidden_codec
+from ..compressed import codec_of, decompress, decompressed_pieces, hidden_codec
+from ..names import CODEC_SUFFIXES, SUFFIXES
 from ..schema import NULL_SUFFIX, choose_columns, make_block, refuse_null_clash
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from ..windows import PieceWindows, ShardWindows, Windows
@@ -53,9 +54,7 @@ class JsonlFormat(BaseFormat):
     """Reads .jsonl, .ndjson and .json-lines shards, plain or compressed with gzip, bzip2 or zstd."""
 
     name: ClassVar[str] = "jsonl"
-    suffixes: ClassVar[tuple[str, ...]] = tuple(
-        plain + codec for plain in (".jsonl", ".ndjson", ".json-lines") for codec in ("", *CODEC_SUFFIXES)
-    )
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["jsonl"]
     # As Spark and datasets name lines, and everybody else a single value.
     other_suffixes: ClassVar[tuple[str, ...]] = tuple(".json" + codec for codec in ("", *CODEC_SUFFIXES))
 

@@ -18,7 +18,8 @@ from ...columns import KEY_COLUMN, Block, BytesColumn, Column, IntArray
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
 from ..chunks import cut_samples
-from ..compressed import CODEC_SUFFIXES, codec_of, decompress, decompressed_pieces, hidden_codec
+from ..compressed import codec_of, decompress, decompressed_pieces, hidden_codec
+from ..names import SUFFIXES
 from ..schema import choose_columns
 from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from ..windows import PieceWindows, ShardWindows, Windows
@@ -42,12 +43,7 @@ class TarFormat(BaseFormat):
     """
 
     name: ClassVar[str] = "tar"
-    suffixes: ClassVar[tuple[str, ...]] = (
-        *(".tar" + codec for codec in ("", *CODEC_SUFFIXES)),
-        ".tgz",
-        ".tbz2",
-        ".tzst",
-    )
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["tar"]
     min_chunk_bytes: ClassVar[int] = BLOCK
 
     chunk_bytes: int = CHUNK_BYTES
