@@ -73,7 +73,7 @@ def _run(part: Part, config: GpuConfig, screen: Console) -> int:
 def _plot(config: GpuConfig) -> None:
     """Draw what the parts that train found, now or before."""
     files = {part: config.results / f"gpu-{part}.json" for part in _TRAINING}
-    results = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
+    results: dict[str, Any] = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
     if set(results) & set(config.parts):
         plot_feeding(results, config.results / "gpu.png", limit=LIMIT)
 
