@@ -12,8 +12,8 @@ from penstock.benchmarks.harness.plot import require_plotting, short_number
 _OURS, _OTHER = "#0b6e8a", "#b8b8b8"
 
 
-def plot_feeding(result: Mapping[str, Any], path: Path, *, limit: str) -> None:
-    """One panel a case: medians as bars, rounds as points, and the share of time that the loop waited.
+def plot_feeding(results: Mapping[str, Mapping[str, Any]], path: Path, *, limit: str) -> None:
+    """One panel for each part's result: medians as bars, rounds as points, and the share of time that the loop waited.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -22,7 +22,7 @@ def plot_feeding(result: Mapping[str, Any], path: Path, *, limit: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cases = result["cases"]
+    cases = [result[part] for part, result in results.items()]
     figure = Figure(figsize=(4.4 * len(cases), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
@@ -44,6 +44,11 @@ def plot_feeding(result: Mapping[str, Any], path: Path, *, limit: str) -> None:
         axes.set_title(f"{case['model']} on {case['title']}", fontsize=9, loc="left")
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    where = result["machine"].get("gpu") or "a CPU, to try the command: the numbers mean nothing"
-    figure.supxlabel(f"{where}; {result['machine']['cores']} cores; {result['date'][:10]}", fontsize=7, color="#555555")
+    told = "\n".join(dict.fromkeys(map(_tell_machine, results.values())))
+    figure.supxlabel(told, fontsize=7, color="#555555")
     figure.savefig(path, dpi=160)
+
+
+def _tell_machine(result: Mapping[str, Any]) -> str:
+    where = result["machine"].get("gpu") or "a CPU, to try the command: the numbers mean nothing"
+    return f"{where}; {result['machine']['cores']} cores; {result['date'][:10]}"

@@ -13,9 +13,11 @@ import torch
 from rich.console import Console
 
 from devtools.gpu import decoding
-from devtools.gpu.__main__ import LIMIT, GpuConfig, main, print_decoding
+from devtools.gpu.__main__ import main
 from devtools.gpu.decoding import Decoding, run_decoding
 from devtools.gpu.models import make_resnet50
+from devtools.gpu.parts import LIMIT, GpuConfig
+from devtools.gpu.show import print_decoding
 from penstock.benchmarks.datasets import CASES, make_case
 from penstock.loader import ConfigError
 from penstock.loader.decoding.images import device_codec
@@ -42,13 +44,16 @@ def test_the_image_model_is_resnet_50() -> None:
 def test_loaders_take_turns_in_one_loop_and_leave_json_and_a_plot(tmp_path: Path) -> None:
     screen = Console(record=True, width=120)
     config = GpuConfig(
-        device="cpu", small=True, against=(), cases=("tokens",), rounds=1, seconds=0.1, scale=0.001,
+        device="cpu", small=True, parts=("copies", "tokens"), against=(), rounds=1, seconds=0.1, scale=0.001,
         data=tmp_path / "data", results=tmp_path / "results",
     )  # fmt: skip
     assert main(config, screen) == 0
-    assert "gpt on tokens" in screen.export_text()
-    result = json.loads((tmp_path / "results" / "gpu.json").read_text())
-    [case] = result["cases"]
+    told = screen.export_text()
+    assert "copies: needs a GPU" in told
+    assert "gpt on tokens" in told
+    result = json.loads((tmp_path / "results" / "gpu-tokens.json").read_text())
+    assert result["date"].startswith("20")
+    case = result["tokens"]
     assert case["runs"].keys() == {"penstock", LIMIT}
     for runs in case["runs"].values():
         assert runs[0]["samples_per_s"] > 0

@@ -17,10 +17,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
 
-from penstock.trainer import ArrayLoader, Callbacks, Evaluation, StepRecord, TrainerConfigError, World
+from penstock.trainer import (
+    ArrayLoader,
+    Callbacks,
+    Evaluation,
+    StepRecord,
+    TrainerConfigError,
+    World,
+    close_world,
+    open_world,
+)
 
 ROWS, WIDTH, STEPS = 32, 8, 3
-FREQUENCIES = torch.linspace(0.5, 2.0, WIDTH)
+
+
+def turn(position: Tensor) -> Tensor:
+    """A sine of (n,) positions, (n, WIDTH)."""
+    return torch.sin(position[:, None] * torch.linspace(0.5, 2.0, WIDTH).to(position.device))
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +71,7 @@ class Turned(nn.Module):
         self.line = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
-        return x + self.line(x + torch.sin(position[:, None] * FREQUENCIES).to(x.dtype))
+        return x + self.line(x + turn(position).to(x.dtype))
 
 
 class Timed(Blocks):
@@ -66,7 +79,7 @@ class Timed(Blocks):
         super().__init__(Turned(), Turned())
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.run(torch.sin(batch["time"][:, None] * FREQUENCIES), batch["time"])
+        return self.run(turn(batch["time"]), batch["time"])
 
 
 class Normalised(nn.Module):
@@ -101,7 +114,7 @@ class Masked(Blocks):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         places = torch.arange(4.0)
         mask = -1.234 * (places[:, None] - places).abs() + torch.triu(torch.full((4, 4), -torch.inf), 1)
-        return self.run(batch["rows"], mask).mean(1)
+        return self.run(batch["rows"], mask.to(batch["rows"].device)).mean(1)
 
 
 class Encoded(nn.Module):
@@ -226,7 +239,7 @@ class Exact(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(batch["x"].device.type, enabled=False):
             return self.head(batch["x"].float())[:, 0]
 
 
@@ -321,13 +334,13 @@ def train(world: World, folder: str, name: str, dtype: str, zero: int) -> tuple[
     return losses.found, metric, {key: one.detach() for key, one in whole.items()}
 
 
-def compare(world: World, folder: str, name: str, dtype: str) -> None:
+def compare(world: World, folder: str, name: str, dtype: str, tolerance: float = 1e-6) -> None:
     losses, metric, weights = train(world, folder, name, dtype, 0)
     for zero in (1, 2, 3):
         others, other, found = train(world, folder, name, dtype, zero)
-        assert others == pytest.approx(losses, rel=1e-6), (name, zero)
-        assert other == pytest.approx(metric, rel=1e-6), (name, zero)
-        torch.testing.assert_close(found, weights, rtol=1e-6, atol=1e-6)
+        assert others == pytest.approx(losses, rel=tolerance), (name, zero)
+        assert other == pytest.approx(metric, rel=tolerance), (name, zero)
+        torch.testing.assert_close(found, weights, rtol=tolerance, atol=tolerance)
 
 
 HALF = [("bf16", name) for name in ZOO] + [("fp16", name) for name in ("timed", "masked", "norms", "scaled", "judging")]
@@ -351,19 +364,23 @@ def test_so_do_several_ranks(tmp_path: Path) -> None:
     run_ranks(compare_some, 2, str(tmp_path))
 
 
-def train_plainly(name: str) -> dict[str, Tensor]:
+def train_plainly(name: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> dict[str, Tensor]:
     """The textbook's loop under torch's autocast."""
     torch.manual_seed(0)
     model, data = ZOO[name][0](), make_data()
     for parameter in model.parameters():
         parameter.data.mul_(1.001)
+    model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0, enabled=dtype == torch.float16)
     loader = ArrayLoader(data, global_batch_size=16, rank=0, world_size=1)
     for batch in islice(chain.from_iterable(repeat(loader)), STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            total, count = loss(model, batch)
-        (total / count).backward()
-        optimizer.step()
+        there = {key: values.to(device) for key, values in batch.items()}
+        with torch.autocast(device, dtype):
+            total, count = loss(model, there)
+        scaler.scale(total / count).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     return {key: one.detach() for key, one in model.named_parameters()}
 
@@ -373,6 +390,41 @@ def test_that_is_what_a_plain_loop_under_autocast_computes(world: World, tmp_pat
     expected = train_plainly(name)
     _, _, found = train(world, str(tmp_path), name, "bf16", 3)
     torch.testing.assert_close({key: found[key] for key in expected}, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def cuda_world(settled_imports: None) -> Iterator[World]:
+    """A world of one on a GPU, whose collectives are NCCL's."""
+    yield open_world(device="cuda")
+    close_world()
+
+
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(("dtype", "name"), [pytest.param(*one, marks=CUDA) for one in HALF])
+def test_every_zero_stage_computes_on_cuda_what_autocast_makes_of_the_model(
+    cuda_world: World, tmp_path: Path, name: str, dtype: str
+) -> None:
+    compare(cuda_world, str(tmp_path), name, dtype, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "zero"),
+    [
+        pytest.param(dtype, name, zero, marks=CUDA)
+        for dtype in FORMATS
+        for name in ("timed", "scaled", "norms", "masked")
+        for zero in (0, 3)
+    ],
+)
+def test_that_is_what_a_plain_loop_under_autocast_computes_on_cuda(
+    cuda_world: World, tmp_path: Path, name: str, dtype: str, zero: int
+) -> None:
+    expected = train_plainly(name, FORMATS[dtype], "cuda")
+    _, _, found = train(cuda_world, str(tmp_path), name, dtype, zero)
+    torch.testing.assert_close({key: found[key] for key in expected}, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -1,0 +1,209 @@
+"""The parts of ``make gpu``: what each of them runs and measures, in at most three minutes on 16 cores."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from penstock.benchmarks.contenders import OURS
+from penstock.benchmarks.datasets import CASES, make_case
+from penstock.benchmarks.harness.config import BenchConfig
+from penstock.benchmarks.harness.job import Job
+from penstock.benchmarks.harness.layout import find_layout
+from penstock.benchmarks.harness.prepare import prepare_peers
+from penstock.benchmarks.harness.subprocesses import MeasurementError, run_module
+from penstock.loader.dataset.index import open_manifest
+from penstock.loader.dataset.sealed_folder import cache_home
+from penstock.loader.limits import usable_cores
+
+from .decoding import Decoding
+from .feeding import Copying, Feeding, message_of
+from .models import Model
+
+Part = Literal["tests", "copies", "decoding", "images", "tokens"]
+Peer = Literal["webdataset", "litdata", "spdl", "mosaicml-streaming"]
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = "no loader"
+_CASES: Mapping[str, tuple[Model, int]] = {"images": ("resnet50", 256), "tokens": ("gpt", 16)}
+_SMALL_ROWS = {"images": 4, "tokens": 1}
+_COPIED_ROWS = 1024
+_PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns, where it is installed; here an error
+_MARK = "mark.gpu"
+_TESTS_S, _TOO_LONG = 175, 124  # the exit code is that of timeout(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuConfig:
+    """Run the tests marked gpu, then measure how well loaders feed a GPU, part by part; without a GPU exit with 3.
+
+    Each part takes three minutes at most, and writes a file of its own as soon as it is done. "images" and "tokens"
+    train ResNet-50 on photos that are decoded to 224 px, and a small GPT, in bf16: the same loop for every loader, in a
+    process of its own, in turns; "no loader" trains on one batch that stays on the device. "copies" and "decoding" are
+    measured against bare pinned copies and the bare codec.
+    """
+
+    parts: tuple[Part, ...] = ("tests", "copies", "decoding", "images", "tokens")
+    """What to run, in this order, which is that of their worth."""
+
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu: to try this command where no GPU is; with --small."""
+
+    against: tuple[Peer, ...] = ("webdataset", "litdata", "spdl")
+    """Which peers to compare with; those that are not installed are left out, and named."""
+
+    workers: int | None = None
+    """Worker processes of peers; by default one a core."""
+
+    rounds: int = 2
+    """Measurements of each loader in each case, in turns."""
+
+    seconds: float = 4.0
+    """Length of each measurement, after three seconds that do not count."""
+
+    scale: float = 0.4
+    """Size of the data sets: 1 is 12,000 photos and 160,000 sequences of tokens."""
+
+    small: bool = False
+    """Small batches and models, to try this command; the numbers mean nothing."""
+
+    data: Path = field(default_factory=lambda: cache_home() / "bench-data")
+    """Folder for the generated data sets, which are kept."""
+
+    results: Path = ROOT / "benchmarks" / "results"
+    """Folder for gpu-PART.json, and gpu.png of the parts that train."""
+
+
+def run_tests(screen: Console) -> dict[str, Any]:
+    """Run the tests marked gpu of this checkout; what pytest says at the end, and all that it said where one failed."""
+    if not (ROOT / "tests").is_dir():
+        return {"summary": "there are no tests beside an installed penstock"}
+    screen.print("tests marked gpu", style="dim")
+    # Their files alone: others may import what is not installed where there is a GPU.
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if _is_marked(path))
+    workers = str(min(8, usable_cores()))
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-n", workers, "--durations=8", *_PLUGINS, *files]
+    with tempfile.TemporaryFile("w+") as log:
+        tests = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            exit_code = tests.wait(_TESTS_S)
+        except subprocess.TimeoutExpired:
+            exit_code = _TOO_LONG
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(tests.pid, signal.SIGKILL)
+        tests.wait()
+        log.seek(0)
+        lines = [line for line in log.read().splitlines() if line.strip()]
+    if exit_code:
+        screen.print("\n".join(lines[-60:]), markup=False, highlight=False)
+    summary = f"ended after {_TESTS_S} s" if exit_code == _TOO_LONG else lines[-1] if lines else ""
+    told = {"command": " ".join(command[1:]), "exit_code": exit_code, "summary": summary}
+    return told | ({"output": lines} if exit_code else {})
+
+
+def _is_marked(path: Path) -> bool:
+    return _MARK in path.read_text()
+
+
+def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Console) -> dict[str, Any]:
+    """Every loader in turn, round by round: medians, with all that was measured."""
+    case = CASES[name]
+    model, rows = _CASES[name]
+    rows = _SMALL_ROWS[name] if config.small else rows
+    url = str(make_case(case, config.data, config.scale))
+    manifest = open_manifest(url)
+    workers = config.workers or usable_cores()
+    settings = BenchConfig(
+        source=url,
+        against=config.against,
+        batch_size=rows,
+        decode=case.decode,
+        environments="here",
+        workers=workers,
+    )
+    layout = find_layout(manifest, None, None)
+    ours = Job(
+        contender=OURS,
+        url=url,
+        num_samples=manifest.num_samples,
+        scratch="",
+        batch_size=rows,
+        decode=case.decode,
+        workers=workers,
+        fields=layout,
+    )
+
+    def say(text: str) -> None:
+        screen.print(f"  {text}", style="dim")
+
+    peers, refused = prepare_peers(settings, manifest, layout, ours, say)
+    on_gpu = config.device == "cuda"
+    # Without workers, which leaves their number to the loader.
+    jobs: dict[str, Job | None] = {OURS: replace(ours, workers=0), **peers, LIMIT: None}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for number in range(config.rounds):
+        for loader, job in jobs.items():
+            say(f"{case.title}, round {number + 1} of {config.rounds}: {loader}")
+            given = None if job is None else asdict(replace(job, device="cuda" if on_gpu else None))
+            asked = Feeding(
+                model=model, device=config.device, rows=rows, seconds=config.seconds, is_small=config.small, job=given
+            )
+            try:
+                runs.setdefault(loader, []).append(_run(asked, loader))
+            except MeasurementError as exc:
+                if loader in (OURS, LIMIT):
+                    raise
+                refused[loader] = str(exc).strip().splitlines()[-1]
+                runs.pop(loader, None)
+                jobs = {one: its for one, its in jobs.items() if one != loader}
+    return {"case": name, "title": case.title, "model": model, "batch_size": rows, "runs": runs, "refused": refused}
+
+
+def _run(asked: Feeding | Copying | Decoding, what: str) -> dict[str, Any]:
+    return run_module("devtools.gpu.feeding", message_of(asked), what, timeout_s=600.0)[0]
+
+
+def median_of(runs: Sequence[Mapping[str, Any]], name: str) -> float:
+    return float(statistics.median(run[name] for run in runs))
+
+
+def run_copies(config: GpuConfig, screen: Console) -> dict[str, Any]:
+    screen.print("  copies to the device", style="dim")
+    case = CASES["tokens"]
+    url = str(make_case(case, config.data, config.scale))
+    job = Job(contender=OURS, url=url, num_samples=1, scratch="")
+    asked = Copying(device="cuda", url=url, rows=_COPIED_ROWS, seconds=config.seconds / 2, job=asdict(job))
+    return _run(asked, "copies to the device")
+
+
+def run_decoding(config: GpuConfig, screen: Console) -> dict[str, Any]:
+    screen.print("  decoding images on the CPU and on the device", style="dim")
+    url = str(make_case(CASES["images"], config.data, config.scale))
+    asked = Decoding(device="cuda", url=url, rows=_CASES["images"][1], seconds=config.seconds)
+    return _run(asked, "decoding on the device")
+
+
+def run_part(part: Part, config: GpuConfig, screen: Console) -> dict[str, Any]:
+    """Run one part; what it found.
+
+    Raises:
+        PenstockError: it could not be run.
+    """
+    if part == "tests":
+        return run_tests(screen)
+    if part == "copies":
+        return run_copies(config, screen)
+    if part == "decoding":
+        return run_decoding(config, screen)
+    return run_case(part, config, screen)

@@ -1,0 +1,54 @@
+"""What the parts of ``make gpu`` found, as text on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .parts import LIMIT, median_of
+
+
+def print_part(part: str, found: Mapping[str, Any], screen: Console) -> None:
+    if part == "tests":
+        screen.print(f"tests: {found['summary']}", highlight=False, markup=False)
+    elif part == "copies":
+        rates = {name.removesuffix("_bytes_per_s"): value / 1e9 for name, value in found.items()}
+        told = ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items())
+        screen.print(f"to the device: {told}", highlight=False)
+    elif part == "decoding":
+        print_decoding(found, screen)
+    else:
+        print_case(found, screen)
+
+
+def print_case(case: Mapping[str, Any], screen: Console) -> None:
+    table = Table(title=f"{case['model']} on {case['title']}, batch {case['batch_size']}", title_justify="left")
+    for head in ("loader", "samples/s", "of no loader", "waits", "step", "first batch"):
+        table.add_column(head, justify="left" if head == "loader" else "right")
+    limit = median_of(case["runs"][LIMIT], "samples_per_s")
+    for loader, runs in case["runs"].items():
+        rate = median_of(runs, "samples_per_s")
+        waits, step_ms = median_of(runs, "wait_share"), median_of(runs, "step_ms")
+        first = f"{median_of(runs, 'first_batch_s'):.2f} s"
+        table.add_row(loader, f"{rate:,.0f}", f"{rate / limit:.2f}", f"{waits:.1%}", f"{step_ms:,.1f} ms", first)
+    screen.print(table)
+    for loader, why in case["refused"].items():
+        screen.print(f"not measured: {loader}: {why}", highlight=False, markup=False)
+
+
+def print_decoding(result: Mapping[str, Any], screen: Console) -> None:
+    names = {
+        "cpu": "on the CPU",
+        "threads": "on the CPU by threads alone",
+        "device": "on the device",
+        "bare": "by the device's bare codec, whole images",
+    }
+    for way, name in names.items():
+        if way in result:
+            rate, cpu = result[way]["images_per_s"], result[way]["cpu_us_per_image"]
+            screen.print(f"images decoded {name}: {rate:,.0f}/s, {cpu:,.0f} us of CPU an image", highlight=False)
+    if "refused" in result:
+        screen.print(f"not decoded on the device: {result['refused']}", highlight=False, markup=False)
