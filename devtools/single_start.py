@@ -5,6 +5,7 @@ A script, not a module of the package: it starts whatever penstock is on the pat
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -39,4 +40,9 @@ def start_once(folder: str, seq_len: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(start_once(sys.argv[1], int(sys.argv[2]))))
+    parser = argparse.ArgumentParser(
+        "single_start.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="of token files")
+    parser.add_argument("seq_len", metavar="SEQ_LEN", type=int, help="tokens of a row")
+    print(json.dumps(start_once(**vars(parser.parse_args()))))

@@ -1,4 +1,4 @@
-"""How long a process takes from ``import penstock`` to its first batch: imports, construction, first batch.
+"""Time from ``import penstock`` to a process's first batch: imports, construction, first batch.
 
 The data set is local and indexed, of 2,048-token rows. Each measurement runs in a process of its own, which has torch
 imported; ``import pyarrow.parquet`` is timed in it too, as a measure of the machine. With ``--before`` two checkouts

@@ -27,6 +27,7 @@ CHILDREN = [name for name, text in RUNNABLE.items() if "import take_arguments" i
 SCRIPTS = [
     "devtools.mixture_peers",
     "devtools.single_pass",
+    "devtools.single_start",
 ]  # run by Pythons without this package: they cannot share its parser
 
 
