@@ -14,8 +14,8 @@ import tyro
 
 from ..loader.errors import ConfigError
 from ..storage.files import check_output
+from ..storage.observability.timeline import Event, write_chrome_trace
 from ..storage.suggestions import did_you_mean
-from ..storage.telling.timeline import Event, write_chrome_trace
 from ..trainer.errors import TrainerError
 from ..trainer.report.pages.run_log import find_log, read_last, read_run
 from ..trainer.report.pages.summary import describe_state

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from .pages.buffers import BUFFERS, LEAST_BYTES
+from .memory.buffers import BUFFERS, LEAST_BYTES
 from .store import byte_view
 
 # A killed writer leaves at most one file whose name starts like this.

@@ -9,7 +9,7 @@ that cloud (``account_name``, ``service_account``, ``virtual_hosted_style_reques
 
 Beside clouds, every store takes ``encryption_key`` (`penstock.storage.encryption.store`), and local files
 ``mapped_reads``: False has them read into memory, "views" has views of them handed out, too
-(`penstock.storage.pages.mapped`).
+(`penstock.storage.memory.mapped`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from .aws_profile import credentials_of, profile_name, read_profile
 from .errors import UnsupportedURLError
-from .retrying.patience import TimeLimit
+from .retrying.adaptive_timeout import TimeLimit
 from .suggestions import did_you_mean
 
 CREDENTIALS_OPTION = "credential_provider"

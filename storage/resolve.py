@@ -16,10 +16,9 @@ from .clients.remote import RemoteStore
 from .encryption.store import EncryptedStore
 from .errors import UnsupportedURLError
 from .files import in_home
-from .memory import MemoryStore
+from .memory_store import MemoryStore
 from .options import ENCRYPTION_OPTION, MAPPED_OPTION
-from .retrying.config import RetryConfig
-from .retrying.retry import RetryStore
+from .retrying.retry import RetryConfig, RetryStore
 from .store import Store
 from .suggestions import did_you_mean, must_be
 from .urls import CLOUD_SCHEMES, WEB_SCHEMES

@@ -30,14 +30,14 @@ ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}, "penstock.loader.tools"
 # The floors of a room, from the ground up: a folder or file imports from floors below its own, and from its own folder.
 FLOORS = {
     "storage": (
-        {"errors", "store", "store_link", "suggestions", "threads"},
-        {"aws_profile", "checks", "hashing", "pages", "ranges", "urls"},
+        {"errors", "process", "store", "store_link", "suggestions", "threads"},
+        {"aws_profile", "checks", "hashing", "memory", "ranges", "urls"},
         {"files"},
-        {"memory", "own_folder"},
+        {"memory_store", "own_folder"},
         {"retrying"},
         {"options"},
         {"caching", "clients", "encryption"},
-        {"telling"},
+        {"observability"},
         {"resolve"},
     ),
     "loader": (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..storage.errors import PenstockError
-from ..storage.telling.outputs import replace_closed_outputs
+from ..storage.process import replace_closed_outputs
 from .errors import RecipeError, StallError
 from .evaluation.evaluate import Evaluation
 from .randomness import seed_all

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..storage.telling.timeline import Timeline
+from ..storage.observability.timeline import Timeline
 
 # What the host only starts on a CUDA device, so that its clock does not see how long it takes.
 _ON_DEVICE = ("forward", "backward", "optimizer")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from penstock.benchmarks.child_arguments import take_arguments
 from penstock.loader.data_loader import DistributedDataLoader
-from penstock.storage.pages.libc import count_allocated_bytes
+from penstock.storage.memory.libc import count_allocated_bytes
 from penstock.storage.retrying.retry import RetryStore
 
 from .case import KEPT_DESCRIPTORS, LEFT_S

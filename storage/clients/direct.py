@@ -1,7 +1,8 @@
 """Ranged GETs that bypass obstore: signed by it, received by the standard library into memory of ours.
 
 obstore collects each body in fresh memory, whose page faults and copy cost more CPU time than the transfer itself. Only
-what this can do exactly as obstore does is read so (`why_not`): plain HTTP, with options that change nothing of a GET.
+what this can do exactly as obstore does is read so (`fallback_reason`): plain HTTP, with options that leave a GET as it
+is.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from urllib.request import getproxies, proxy_bypass
 
 import obstore
 
+from ..memory.buffers import BUFFERS
 from ..options import seconds_of
-from ..pages.buffers import BUFFERS
 from .connections import Connection, Connections, Times
 from .web import describe_answer, parse_content_range
 
@@ -50,7 +51,7 @@ _PLAIN_CLIENT = frozenset(
 _FOREIGN_VARIABLES = re.compile(r"(?i)AWS_(SKIP_SIGNATURE|S3_EXPRESS|SERVER_SIDE_ENCRYPTION|SSE_.*|PROXY_.*|HTTP2_.*)")
 
 
-def why_not(scheme: str, origin: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> str | None:
+def fallback_reason(scheme: str, origin: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> str | None:
     """Explain in a word or two why obstore must read a store's ranges; None if they are read directly.
 
     ``config`` and ``client`` are options as `penstock.storage.options` resolves them.

@@ -16,10 +16,10 @@ from typing import Any
 from ..checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from ..errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
 from ..files import TEMPORARY_PREFIX, locked_folder, read_at, replacing, write_all
+from ..memory import libc
+from ..memory.file_maps import FileMaps
+from ..memory.mapped import can_map, map_range
 from ..options import MappedReads
-from ..pages import libc
-from ..pages.file_maps import FileMaps
-from ..pages.mapped import can_map, map_range
 from ..ranges import read_ranges
 from ..store import ByteRange, ObjectInfo
 
@@ -103,7 +103,7 @@ class LocalStore:
     def map(self, key: str, byte_range: ByteRange, *, etag: str) -> memoryview | None:
         """As ``get``, the file's pages themselves; None where that cannot be done safely.
 
-        `penstock.storage.pages.mapped` says when that is. What is written to the file later shows through: ask
+        `penstock.storage.memory.mapped` says when that is. What is written to the file later shows through: ask
         ``check_unchanged`` before they are used, and after.
         """
         check_key(self.url, key)

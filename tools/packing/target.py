@@ -26,7 +26,7 @@ from ...loader.formats.detect import format_by_name
 from ...loader.formats.shard import ChunkRef, ShardFormat, ShardIndex, ShardTask
 from ...loader.reading.checksum import manifest_sums, sum_chunk, with_sums
 from ...storage import NotFoundError, ObjectInfo, Store
-from ...storage.memory import MemoryStore
+from ...storage.memory_store import MemoryStore
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Thread
 from .writer import Shard

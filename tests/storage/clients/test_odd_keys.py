@@ -74,7 +74,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    monkeypatch.setattr(odd_keys, "_told", set())
+    monkeypatch.setattr(odd_keys, "_warned", set())
     with Bucket({f"t/{name}": name.encode() for name in USUAL}) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

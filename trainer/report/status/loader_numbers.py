@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ....storage.telling.timeline import Timeline
+from ....storage.observability.timeline import Timeline
 
 # What a train record takes of the loader's metrics: sums over its steps, and levels of now.
 _RECORDED = (

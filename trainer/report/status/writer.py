@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ....storage.files import write_whole
-from ....storage.telling.process_usage import read_traffic
+from ....storage.observability.process_usage import read_traffic
 from ....storage.threads.interruptible import Event, Thread
 from ...ranks.world import World
 from ...stopwatch import Stopwatch

@@ -32,7 +32,7 @@ class TimedStore(Store, Protocol):
         ...
 
 
-class Patience:
+class AdaptiveTimeout:
     """Time limits of one store. Mutable state: the factor, and time-outs since the last success, under a lock.
 
     Limits lie on a grid (1.5 times the idle time, doubled again and again), so that few of them exist. They double with

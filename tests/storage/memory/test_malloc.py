@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from penstock.storage.pages.malloc import keep_freed_memory
+from penstock.storage.memory.libc import keep_freed_memory
 
 _PR_SET_THP_DISABLE = 41
 # Batches are made by one thread, and each is dropped before the next is made.
 _PROGRAMME = """
 import ctypes, resource, sys, threading
-from penstock.storage.pages.malloc import keep_freed_memory
+from penstock.storage.memory.libc import keep_freed_memory
 
 def count_faults():
     before = 0

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from penstock.storage.pages.buffers import LEAST_BYTES, Allowance, Buffers, round_up
+from penstock.storage.memory.buffers import LEAST_BYTES, Allowance, Buffers, round_up
 
 NBYTES = 5_000_000
 

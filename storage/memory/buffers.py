@@ -1,9 +1,9 @@
 """Memory for what is read: large buffers, used again once nothing refers to them.
 
 Memory that is new to a process costs more than the copy into it: the kernel clears each page when it is first touched.
-So a buffer that was let go of is kept for the next read, as far as owners of a budget allow (`Allowance`).
+So a released buffer is kept for the next read, as far as owners of a budget allow (`Allowance`).
 
-A buffer is lent as a memoryview, until nothing refers to any part of it (`penstock.storage.pages.loans`).
+A buffer is lent as a memoryview, until nothing refers to any part of it (`penstock.storage.memory.leases`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+from .leases import MemoryLeases
 from .libc import populate_pages
-from .loans import Loans
 
 # Smaller ones are taken from malloc, which reuses them well.
 LEAST_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class Allowance:
 class Buffers:
     """Lends memory, and keeps what came back, at most as much as all allowances together. Any thread may call.
 
-    Mutable state: the idle regions, the loans, and the allowances. There is no lock, which a thread could be
+    Mutable state: the idle regions, the leases, and the allowances. There is no lock, which a thread could be
     interrupted in, and buffers come back at any allocation of any thread: each step is one operation of a deque or
     dict, and between two of them a region is in one hand at most. Who is interrupted there loses a region. Dicts are
     copied, which allocates nothing in between, before anybody walks them.
@@ -76,7 +76,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._idle: dict[int, deque[_Region]] = {}  # by capacity; those that were used last are at the end
-        self._loans: Loans[_Region] = Loans()
+        self._leases: MemoryLeases[_Region] = MemoryLeases()
         self._allowed: dict[int, int] = {}
 
     def take(self, nbytes: int) -> memoryview:
@@ -104,7 +104,7 @@ class Buffers:
             region.populate(nbytes)
         exporter: Any = np.frombuffer(region.memory, np.uint8, nbytes)
         if self._allowed:
-            self._loans.lend(region, exporter)
+            self._leases.lend(region, exporter)
         return memoryview(exporter)
 
     def allow(self) -> Allowance:
@@ -121,17 +121,17 @@ class Buffers:
     def lent_bytes(self) -> int:
         """Bytes of the buffers that somebody refers to, and that will be used again."""
         self._settle()
-        return sum(region.capacity for region in self._loans.lent())
+        return sum(region.capacity for region in self._leases.outstanding())
 
     def _settle(self) -> None:
-        """Take back the regions of loans that ended. Without an allowance those still lent are unmapped at their end.
+        """Take back the regions of leases that ended. Without an allowance those still lent are unmapped at their end.
 
         What an exporter held was counted until it died, and its owner's budget learns later that it is not. So it is
         kept, which takes no more memory than before, until the next buffer is taken from that budget.
         """
         if not self._allowed:
-            self._loans.forget()
-        for region in self._loans.take_back():
+            self._leases.forget()
+        for region in self._leases.reclaim():
             self._idle.setdefault(region.capacity, deque()).append(region)
 
     def _find(self, capacity: int) -> _Region | None:

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.storage.pages import libc, mapped
-from penstock.storage.pages.file_maps import FileMaps
+from penstock.storage.memory import libc, mapped
+from penstock.storage.memory.file_maps import FileMaps
 
 PART = 8192
 PARTS = 12

@@ -14,12 +14,13 @@ import stat
 import struct
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 # MADV_POPULATE_READ and MADV_POPULATE_WRITE of Linux 5.14: a page that cannot be had is an error, and no signal.
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_KEPT_BLOCK_BYTES = 16 << 20  # several batches; glibc itself goes up to 32 MiB
 _FAILED = ctypes.c_void_p(-1).value
 _AT_FDCWD = -100
 _STATX_IDENTITY = 0x341  # the type, the time of the last change, the inode, the size
@@ -132,6 +133,18 @@ def set_mmap_threshold(nbytes: int) -> None:
     """Have blocks from so many bytes on go back to the system when they are freed; without glibc nothing is done."""
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_MMAP_THRESHOLD, nbytes)
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Have glibc keep freed memory for the next batch, 32 MiB of each of its heaps; other allocators are left alone.
+
+    By default glibc returns the end of a heap to the kernel once 128 KiB there are free, and the next batch takes it
+    page by page. But it keeps up to twice the largest block that was ever freed, and maps only larger ones: any program
+    that frees a large array has it so (mallopt(3), M_MMAP_THRESHOLD). Here one is allocated, and freed untouched: once
+    a process, because a second one would come from a heap, and be cleared page by page.
+    """
+    bytes(_KEPT_BLOCK_BYTES)
 
 
 def _last_error() -> OSError:

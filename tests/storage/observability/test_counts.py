@@ -11,9 +11,9 @@ from uuid import uuid4
 import pytest
 
 from penstock.storage import Fault, MemoryStore, ThrottledError, open_store
-from penstock.storage.telling import process_usage
-from penstock.storage.telling.counts import StoreCounts, count_running, count_store
-from penstock.storage.telling.process_usage import peak_resident_bytes, read_traffic, resident_bytes
+from penstock.storage.observability import process_usage
+from penstock.storage.observability.counts import StoreCounts, count_running, count_store
+from penstock.storage.observability.process_usage import peak_resident_bytes, read_traffic, resident_bytes
 
 KEY = bytes(range(32))
 
@@ -55,7 +55,7 @@ def test_local_files_have_no_counts_and_no_store_has_none(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_peak_of_a_process_is_its_own_and_not_that_of_who_started_it() -> None:
     held = bytearray(b"x") * (300 << 20)
-    code = "from penstock.storage.telling.process_usage import peak_resident_bytes; print(peak_resident_bytes())"
+    code = "from penstock.storage.observability.process_usage import peak_resident_bytes; print(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert peak_resident_bytes() > len(held)
     assert 1 << 20 < int(done.stdout) < len(held)

@@ -18,14 +18,14 @@ from typing import Any, Generic, TypeVar
 Memory = TypeVar("Memory")
 
 
-class _Loan(weakref.ref[Any], Generic[Memory]):
+class _Lease(weakref.ref[Any], Generic[Memory]):
     """Tells when an exporter is deallocated."""
 
     __slots__ = ("memory",)
     memory: Memory
 
 
-class Loans(Generic[Memory]):
+class MemoryLeases(Generic[Memory]):
     """Leases of memory: those still out, and those that ended and wait to be reclaimed. Any thread may call any method.
 
     An exporter may die at any allocation of any thread. No Python function is called then: an interrupt raised inside
@@ -33,30 +33,30 @@ class Loans(Generic[Memory]):
     """
 
     def __init__(self) -> None:
-        self._lent: dict[int, _Loan[Memory]] = {}  # by their own ids
-        self._ended: deque[_Loan[Memory]] = deque()
+        self._lent: dict[int, _Lease[Memory]] = {}  # by their own ids
+        self._ended: deque[_Lease[Memory]] = deque()
 
     def lend(self, memory: Memory, exporter: Any) -> weakref.ref[Any]:
         """Note that ``memory``, or what stands for it, is lent until ``exporter``, a numpy array, is deallocated.
 
         What is returned refers to the exporter as long as that lives.
         """
-        loan: _Loan[Memory] = _Loan(exporter, self._ended.append)
-        loan.memory = memory
-        self._lent[id(loan)] = loan
-        return loan
+        lease: _Lease[Memory] = _Lease(exporter, self._ended.append)
+        lease.memory = memory
+        self._lent[id(lease)] = lease
+        return lease
 
-    def take_back(self) -> Iterator[Memory]:
+    def reclaim(self) -> Iterator[Memory]:
         """Reclaim the memory of leases that ended since the last call. An interrupt between two may lose one."""
         with suppress(IndexError):
             while True:
-                loan = self._ended.popleft()
-                self._lent.pop(id(loan), None)
-                yield loan.memory
+                lease = self._ended.popleft()
+                self._lent.pop(id(lease), None)
+                yield lease.memory
 
-    def lent(self) -> Iterator[Memory]:
+    def outstanding(self) -> Iterator[Memory]:
         """Memory that somebody still refers to."""
-        return (loan.memory for loan in self._lent.copy().values())
+        return (lease.memory for lease in self._lent.copy().values())
 
     def forget(self) -> None:
         """Nothing that is lent comes back: each memory goes with the last reference to it."""

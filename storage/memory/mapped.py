@@ -69,7 +69,7 @@ def view_pages(
     import numpy as np  # not at the start: the command line need not wait for it
 
     raw: Any = (ctypes.c_ubyte * nbytes).from_address(address + start)
-    pages: Any = np.frombuffer(raw, np.uint8)  # not tracked by the garbage collector (`penstock.storage.pages.loans`)
+    pages: Any = np.frombuffer(raw, np.uint8)  # not tracked by the garbage collector (`penstock.storage.memory.leases`)
     weakref.finalize(pages, when_gone, *args).atexit = False  # the process's end unmaps it
     skipped = start % mmap.ALLOCATIONGRANULARITY
     try:

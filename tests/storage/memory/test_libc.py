@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.storage import ByteRange, LocalStore, ObjectChangedError
-from penstock.storage.pages import libc
-from penstock.storage.pages.buffers import LEAST_BYTES, Buffers
+from penstock.storage.memory import libc
+from penstock.storage.memory.buffers import LEAST_BYTES, Buffers
 
 
 def test_without_calls_for_pages_files_are_read_and_memory_is_lent(

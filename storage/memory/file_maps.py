@@ -47,7 +47,7 @@ class FileMaps:
         self._most_bytes = nbytes
 
     def map(self, fd: int, identity: _Identity, size: int, start: int, nbytes: int) -> memoryview | None:
-        """Bytes of a file of ``size`` bytes; as `penstock.storage.pages.mapped.map_range`.
+        """Bytes of a file of ``size`` bytes; as `penstock.storage.memory.mapped.map_range`.
 
         Raises:
             OSError: there is no memory, the range ends behind the file's last page, or the disk fails.

@@ -20,9 +20,9 @@ from penstock.storage import (
     UnsupportedURLError,
     open_store,
 )
+from penstock.storage.memory import libc, mapped
+from penstock.storage.memory.file_maps import FileMaps
 from penstock.storage.options import MappedReads
-from penstock.storage.pages import libc, mapped
-from penstock.storage.pages.file_maps import FileMaps
 
 SIZE = 3 * 4096 + 100
 DATA = bytes(number % 251 for number in range(SIZE))

@@ -1,4 +1,4 @@
-"""Breaking off all connections of a process that ends in the middle of its requests."""
+"""Begin and end of a process: outputs that its starter closed, and connections to break off at an interrupt."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import os
 import socket
 import stat
 import struct
+import sys
 from pathlib import Path
 
 _STANDARD = 2  # standard input, output and error, which may be connections too: what was printed shall arrive
 _DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER of no time: what is not sent yet is dropped, and the peer told
 
 
-def hang_up() -> None:
+def replace_closed_outputs() -> None:
+    """Let what is printed to a closed output go nowhere, for the rest of the process; called by entry points.
+
+    Python sets such an output to None, on which libraries that print fail.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - for the whole process
+
+
+def abort_connections() -> None:
     """Let all TCP connections of this process break when it ends, right after this, instead of sending on.
 
     Else the system goes on to send what uploads have handed to it, for as long as a slow line takes: an object that was
