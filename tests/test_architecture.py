@@ -70,8 +70,8 @@ FLOORS = {
         {"index_costs", "recheck", "state_file"},
     ),
     "trainer": (
-        {"computing", "errors", "randomness", "stopwatch"},
-        {"determinism", "options", "ranks"},
+        {"computing", "errors", "stopwatch"},
+        {"options", "ranks", "reproducibility"},
         {"compression", "imports", "parallel", "watch"},
         {"checkpoint", "data"},
         {"evaluation", "steps"},

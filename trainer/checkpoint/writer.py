@@ -31,9 +31,9 @@ from .folder import (
     write_manifest,
     write_text_durably,
 )
+from .free_space import delete_oldest, describe_full_disk, is_full_disk, naming_a_full_disk
 from .place import Snapshot
 from .retention import Retention
-from .room import delete_oldest, describe_full_disk, is_full_disk, naming_a_full_disk
 from .traffic import open_writer
 
 

@@ -23,7 +23,7 @@ from ..parallel.ema import WeightEma
 from ..parallel.model import ParallelModel
 from ..report.progress import Progress
 from ..report.recorder import Recorder
-from ..steps.alike import refuse_unlike_weights
+from ..steps.consistency import refuse_unlike_weights
 from ..steps.finite import find_infinite_constants, refuse_weights
 from ..stopwatch import Stopwatch
 from ..weights.warm_start import load_weights

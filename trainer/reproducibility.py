@@ -1,8 +1,9 @@
-"""Random numbers by arithmetic, so that a resumed run draws what an unbroken one would have drawn."""
+"""Reproducible runs: random numbers by arithmetic, so that a resumed run draws the same, and deterministic kernels."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+
+from .errors import TrainerConfigError
 
 Purpose = Literal["step", "fetch", "evaluation"]
 _PURPOSES: dict[Purpose, tuple[int, ...]] = {"step": (), "fetch": (1,), "evaluation": (2,)}
@@ -24,6 +27,8 @@ _KINDS = (
     *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
     *(random.Random, torch.Generator),
 )
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED_WORKSPACES = (":4096:8", ":16:8")
 _MOST_ITEMS = 100  # a longer list or dict holds data
 _MT19937_BYTES = 2500  # 624 words, and the position in them
 
@@ -144,3 +149,38 @@ def _write(one: Generator, state: Any) -> None:
         one.set_state(state)
     else:
         one.setstate(state)
+
+
+@contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Within this torch takes deterministic kernels, and cuDNN measures none against each other; then as before.
+
+    Raises:
+        TrainerConfigError: the environment keeps cuBLAS from it; or an operation has no deterministic kernel.
+    """
+    if not enabled:
+        yield
+        return
+    workspace = os.environ.setdefault(_WORKSPACE, _FIXED_WORKSPACES[0])  # cuBLAS reads it when it is first used
+    if workspace not in _FIXED_WORKSPACES:
+        raise TrainerConfigError(
+            f"deterministic=True with {_WORKSPACE}={workspace!r} in the environment: sums in cuBLAS may differ "
+            f"from run to run; set {_WORKSPACE}={_FIXED_WORKSPACES[0]}"
+        )
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn_before = cudnn.benchmark, cudnn.deterministic
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    except RuntimeError as exc:
+        if "deterministic" not in str(exc):
+            raise
+        raise TrainerConfigError(
+            "deterministic=True: an operation has no deterministic kernel on this device; replace it, or set "
+            f"deterministic=False. Torch says: {str(exc).splitlines()[0]}"
+        ) from exc
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.benchmark, cudnn.deterministic = cudnn_before

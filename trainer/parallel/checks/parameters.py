@@ -1,14 +1,17 @@
-"""Check that the model still has the parameters that the trainer was made for: new ones would silently not train."""
+"""Check that all ranks have one model, and that it keeps the parameters that the trainer was made for."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from itertools import chain
 from operator import methodcaller
 
+import torch.distributed as dist
 from torch import nn
 
-from ..errors import TrainerConfigError
+from ...errors import TrainerConfigError
+from ...ranks.world import World
 
 _SHOWN = 5
 _values = methodcaller("values")  # of hundreds of modules before each step: no loop of Python's own
@@ -68,3 +71,45 @@ class KnownParameters:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def check_same_model(model: nn.Module, world: World) -> None:
+    """Compare names, order, shapes and formats of all parameters and buffers; a collective.
+
+    Raises:
+        TrainerConfigError: on every rank, if a rank's differ from rank 0's; it names the first that does.
+    """
+    if world.world_size == 1:
+        return
+    own = _list_lines(model)
+    digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+    digests = [""] * world.world_size
+    dist.all_gather_object(digests, digest)
+    other = next((rank for rank, its in enumerate(digests) if its != digests[0]), None)
+    if other is None:
+        return
+    everywhere: list[list[str]] = [[] for _ in range(world.world_size)]
+    dist.all_gather_object(everywhere, own)
+    first, second = everywhere[0], everywhere[other]
+    at = next((i for i, (one, its) in enumerate(zip(first, second, strict=False)) if one != its), None)
+    at = min(len(first), len(second)) if at is None else at
+    here, there = (lines[at] if at < len(lines) else "nothing more" for lines in (first, second))
+    raise TrainerConfigError(
+        f"model={type(model).__name__} is not the same on all ranks: in order of parameters and buffers, rank 0 has "
+        f"{here} where rank {other} has {there}; build the same model on every rank"
+    )
+
+
+def _list_lines(model: nn.Module) -> list[str]:
+    """A line for each parameter and buffer, tied ones under each of their names, in their order."""
+    tied: dict[nn.Parameter, str] = {}
+    lines = []
+    for name, one in model.named_parameters(remove_duplicate=False):
+        first = tied.setdefault(one, name)
+        trained = "" if one.requires_grad else ", frozen"
+        lines.append(f"parameter {name!r} of {one.dtype}, shape {tuple(one.shape)}{trained}")
+        if first != name:
+            lines[-1] += f", tied to {first!r}"
+    for name, buffer in model.named_buffers():
+        lines.append(f"buffer {name!r} of {buffer.dtype}, shape {tuple(buffer.shape)}")
+    return lines

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import UninitializedParameter
 
-from ..errors import TrainerConfigError
-from ..ranks.world import World
-from .buffers import distinct
-from .held import check_held
+from ...errors import TrainerConfigError
+from ...ranks.world import World
+from ..buffers import distinct
+from .attributes import check_replaceable
 
 # Of all others, gloo or NCCL has none.
 _EXCHANGED = frozenset(
@@ -61,7 +61,7 @@ def check_exchangeable(model: nn.Module, zero: int, scheme: str, world: World) -
             "build it anew for each trainer, and give init_from or the checkpoint folder to go on from its weights"
         )
     if zero:
-        check_held(model, zero)
+        check_replaceable(model, zero)
     key = f"parallel.zero={zero}" if zero else f"compression.scheme={scheme!r}"
     for name in list_sparse(model):
         if zero or (scheme != "none" and world.world_size > 1):

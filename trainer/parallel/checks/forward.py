@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.utils import _apply_to_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import TrainerConfigError
+from ...errors import TrainerConfigError
 
 _MIXED = "mixed torch.Tensor and DTensor"
 _USED_IN_SHARDS = (

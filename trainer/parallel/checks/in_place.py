@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..errors import TrainerConfigError
+from ...errors import TrainerConfigError
 
 _SHOWN = 5
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..errors import TrainerConfigError, TrainerError
-from ..ranks.world import World
-from .entry import HIDDEN_OUTPUT
-from .held import carry_attributes
+from ...errors import TrainerConfigError, TrainerError
+from ...ranks.world import World
+from .attributes import carry_attributes
+from .forward import HIDDEN_OUTPUT
 
 _HASH_BITS = 20  # squares of hashes, added over all ranks, stay exact in float64
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ..errors import TrainerConfigError
-from .meta import join_name
+from ...errors import TrainerConfigError
+from ..meta import join_name
 
 
-def check_held(model: nn.Module, zero: int) -> None:
+def check_replaceable(model: nn.Module, zero: int) -> None:
     """Refuse hooks of parameters, and parameters that modules hold outside of registration: shards have neither.
 
     Such a hook would never be called, and such a parameter keep its initial values.

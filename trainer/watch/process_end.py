@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 
-def tell(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write to the standard error, if that can be written."""
     with suppress(OSError, ValueError):  # ValueError: it is closed
         sys.stderr.write(text)
@@ -21,7 +21,7 @@ def tell(text: str) -> None:
 
 def write_report(text: str, doing: str, folder: Path | None, rank: int) -> None:
     """Tell, and write the same with what this rank is ``doing`` and its stacks to the folder, if there is one."""
-    tell(text)
+    write_stderr(text)
     if folder is None:
         return
     path = folder / f"stall-rank-{rank}.txt"
@@ -32,7 +32,7 @@ def write_report(text: str, doing: str, folder: Path | None, rank: int) -> None:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
     except OSError as exc:
-        tell(f"the report could not be written to {path}: {exc}\n")
+        write_stderr(f"the report could not be written to {path}: {exc}\n")
 
 
 def leave_to_launcher(text: str) -> bool:
