@@ -10,12 +10,12 @@ import struct
 import sys
 from pathlib import Path
 
-_STANDARD = 2  # standard input, output and error, which may be connections too: what was printed shall arrive
-_DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER of no time: what is not sent yet is dropped, and the peer told
+_STANDARD = 2  # standard input, output and error may be connections too, and printed text must arrive
+_DISCARD = struct.pack("ii", 1, 0)  # SO_LINGER of no time: unsent data is dropped, and the peer gets a reset
 
 
 def replace_closed_outputs() -> None:
-    """Let what is printed to a closed output go nowhere, for the rest of the process; called by entry points.
+    """Discard output to a closed stream, for the rest of the process; called by entry points.
 
     Python sets such an output to None, on which libraries that print fail.
     """
@@ -25,11 +25,11 @@ def replace_closed_outputs() -> None:
 
 
 def abort_connections() -> None:
-    """Let all TCP connections of this process break when it ends, right after this, instead of sending on.
+    """Have all TCP connections of this process reset when it ends, which it should do right after this.
 
-    Else the system goes on to send what uploads have handed to it, for as long as a slow line takes: an object that was
-    given up would appear after the process has ended. What a server has in full already cannot be taken back. Where the
-    system does not list a process's descriptors, nothing is done.
+    Otherwise the system would still send what uploads have handed to it, however slow the line, and an object that was
+    given up would appear after the process has ended. An upload that the server already has in full stays. Nothing is
+    done where the system does not list a process's descriptors.
     """
     try:
         numbers = [int(path.name) for path in Path("/dev/fd").iterdir() if int(path.name) > _STANDARD]

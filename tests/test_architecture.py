@@ -63,7 +63,7 @@ FLOORS = {
         {"integrations", "tools"},
     ),
     "tools": (
-        {"batch_types", "delivery_records", "flaws", "members", "packing", "simulation", "thumbnails"},
+        {"batch_types", "delivery_records", "members", "packing", "simulation"},
         {"coverage", "verify_chunks"},
         {"attempts", "mixed_audit"},
         {"audit", "inspect", "pack", "verify"},

@@ -71,7 +71,7 @@ def _report(error: PenstockError, *, is_alike: bool) -> None:
 
 @contextmanager
 def _may_be_cut_off() -> Iterator[None]:
-    """Ends the process with 0, and no traceback, where who reads what is printed has left, as ``| head`` does."""
+    """End the process with 0 and no traceback if the reader of its output has left, as ``| head`` does."""
     try:
         try:
             yield

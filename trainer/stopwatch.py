@@ -29,7 +29,7 @@ class Stopwatch:
         self.entered = entered
         self.clock = clock
         self.timeline: Timeline | None = None
-        """Where phases are drawn, while somebody records."""
+        """Timeline to record phases on; None while nobody records."""
         self.current = ("construction", time.perf_counter())
         """The phase that began last, and when."""
         self._running: tuple[str, float] | None = None  # a phase that has not ended, and since when

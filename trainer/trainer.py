@@ -324,7 +324,7 @@ class DistributedTrainer:
         return self._evaluator.end_epoch(stopped=stopped)
 
     def _end_known_epoch(self, *, stopped: bool) -> bool:
-        """As ``_end_epoch``, where an epoch ends with the run's last step; what is drawn later goes on from it.
+        """End an epoch as ``_end_epoch`` does, where it ends with the run's last step; later draws continue from it.
 
         Each that ends by the length of a loader without a state, too: no save tells a resumed run where it was.
         """

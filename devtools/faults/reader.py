@@ -69,7 +69,7 @@ def look_at_process() -> dict[str, int]:
 
 
 class Reader:
-    """The loop of one rank. Mutable state: the batches since, and when it last told of its process."""
+    """Loop of one rank. Mutable state: the batches since, and when it last logged its process."""
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
         self._job = job

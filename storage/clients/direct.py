@@ -33,7 +33,7 @@ _SIGNATURE_S = 240.0
 _IDLE_TOO_LONG = 408  # what some proxies write before they close a connection that was idle
 _MOST_SIGNATURES = 10_000
 _ERROR_BYTES = 64 << 10
-# Memory for more than this is taken when the server has said that there are so many bytes.
+# Memory for more than this is taken only when the server has announced that many bytes.
 _READY_BYTES = 64 << 20
 _REFUSED = frozenset({400, 401, 403})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -54,7 +54,7 @@ class _OpenFile:
 class LocalStore:
     """Files below a folder. Mutable state: the last open files, under a lock, and those that are mapped.
 
-    ``maps``: whether parts of files may be mapped, to copy from; "views": also to be looked at for long.
+    ``maps``: whether parts of files may be mapped, to copy from; "views": also to be read in place later.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, open_files: int = OPEN_FILES, maps: MappedReads = True) -> None:
@@ -125,7 +125,7 @@ class LocalStore:
         self._file_maps.limit(nbytes)
 
     def _map(self, file: _OpenFile, start: int, nbytes: int) -> memoryview | None:
-        if self.maps_views:  # who writes to one must not change another of the same part
+        if self.maps_views:  # a write to one must not change another of the same part
             return map_range(file.fd, start, nbytes, private=True)
         return self._file_maps.map(file.fd, file.identity, file.identity[1], start, nbytes)
 
@@ -252,7 +252,7 @@ class LocalStore:
             except OSError as exc:
                 if exc.errno not in (errno.ENOENT, errno.ELOOP):
                     raise
-                # A link to nothing is listed, so that who wants what it should lead to is told, and not given less.
+                # A dangling link is listed, so that a read of it fails, in place of a silent gap.
                 if entry.is_symlink() and key.startswith(prefix):
                     found.append(ObjectInfo(key, 0, _etag((0, 0, 0, 0))))
 

@@ -70,7 +70,7 @@ class Buffers:
 
     Mutable state: the idle regions, the leases, and the allowances. There is no lock, which a thread could be
     interrupted in, and buffers come back at any allocation of any thread: each step is one operation of a deque or
-    dict, and between two of them a region is in one hand at most. Who is interrupted there loses a region. Dicts are
+    dict, and between two of them a region has at most one holder. An interrupt there loses a region. Dicts are
     copied, which allocates nothing in between, before anybody walks them.
     """
 
@@ -80,10 +80,10 @@ class Buffers:
         self._allowed: dict[int, int] = {}
 
     def take(self, nbytes: int) -> memoryview:
-        """A writable buffer of exactly so many bytes (format 'B'), with anything in it.
+        """Take a writable buffer of exactly ``nbytes`` bytes (format 'B'), uninitialised.
 
-        Hand out ``.toreadonly()`` of it, or of a slice. Who writes to its address outside of Python must hold a view
-        until the last write is done, also of a read that was given up.
+        Hand out ``.toreadonly()`` of it, or of a slice. Code that writes to its address outside of Python must hold a
+        view until the last write is done, also of a read that was given up.
 
         Raises:
             MemoryError: the system has no more.
@@ -119,7 +119,7 @@ class Buffers:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes of the buffers that somebody refers to, and that will be used again."""
+        """Bytes of the buffers that are lent, and will be used again."""
         self._settle()
         return sum(region.capacity for region in self._leases.outstanding())
 
@@ -142,7 +142,7 @@ class Buffers:
         return None
 
     def _trim(self) -> None:
-        """Let go of idle memory above the allowances, the largest regions first."""
+        """Release idle memory above the allowances, the largest regions first."""
         excess = self.idle_bytes - sum(self._allowed.copy().values())
         for capacity in sorted(self._idle.copy(), reverse=True) if excess > 0 else ():
             with suppress(KeyError, IndexError):
@@ -158,7 +158,7 @@ class Buffers:
 
 
 def round_up(nbytes: int) -> int:
-    """The capacity of a buffer for so many bytes: a whole number of pages, at most a sixteenth more for large ones."""
+    """Round up to the capacity of a buffer: a whole number of pages, at most a sixteenth more for large ones."""
     step = max(mmap.PAGESIZE, (1 << (nbytes - 1).bit_length()) // 2 // _STEPS)
     return -(-nbytes // step) * step
 

@@ -2,7 +2,7 @@
 
 A part that is mapped by itself has its pages put into the process's page table each time, and whoever drops the last
 reference to it unmaps it, for which he waits until no other thread brings pages in. So parts of a file share a mapping,
-those that are let go of keep their pages up to a limit, and the threads that map the next ones drop those of others.
+released ones keep their pages up to a limit, and the threads that map the next ones drop those of others.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class FileMaps:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _MappedFile:
-    """A file that is mapped as long as somebody refers to this. ``in_use``: how often each part is looked at.
+    """A file that stays mapped while this is referenced. ``in_use``: the number of readers of each part.
 
     ``kept``: how many parts are kept that nobody looks at.
     """

@@ -1,10 +1,8 @@
-"""Memory that is lent, and comes back when nothing refers to it any more: that of chunks, of batches and of views.
+"""Leases of memory that is reclaimed when nothing refers to it any more: of chunks, of batches and of views.
 
-What is lent refers to one object, the memory's *exporter*. Whatever is made of it, slices, arrays of numpy, torch or
-Arrow, keeps that alive, and when it is deallocated the memory is free: so never before the last of them is gone,
-whoever holds it. The exporter is a plain numpy array on purpose. Python's garbage collector does not track those, so
-its weak reference dies with its last reference alone; of a tracked object it dies before the finalizers of a cycle that
-the object is part of, which may yet revive it.
+All values on lent memory refer to one object, the memory's *exporter*: slices and arrays of numpy, torch or Arrow, keep
+it alive. When it is deallocated the memory is free, so never while any of them lives, whoever holds it. It is a plain numpy array on purpose. Python's garbage collector does not track those, so a weak reference to one dies only
+with its last reference; that to a tracked object dies before the finalizers of its cycle, which may yet revive it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ Memory = TypeVar("Memory")
 
 
 class _Lease(weakref.ref[Any], Generic[Memory]):
-    """Tells when an exporter is deallocated."""
+    """Weak reference to an exporter, with the memory to reclaim when it dies."""
 
     __slots__ = ("memory",)
     memory: Memory
@@ -37,9 +35,9 @@ class MemoryLeases(Generic[Memory]):
         self._ended: deque[_Lease[Memory]] = deque()
 
     def lend(self, memory: Memory, exporter: Any) -> weakref.ref[Any]:
-        """Note that ``memory``, or what stands for it, is lent until ``exporter``, a numpy array, is deallocated.
+        """Lend ``memory``, or a stand-in for it, until ``exporter``, a numpy array, is deallocated.
 
-        What is returned refers to the exporter as long as that lives.
+        Returns a weak reference to the exporter.
         """
         lease: _Lease[Memory] = _Lease(exporter, self._ended.append)
         lease.memory = memory
@@ -59,5 +57,5 @@ class MemoryLeases(Generic[Memory]):
         return (lease.memory for lease in self._lent.copy().values())
 
     def forget(self) -> None:
-        """Nothing that is lent comes back: each memory goes with the last reference to it."""
+        """Reclaim nothing that is lent now: each memory is freed with the last reference to it."""
         self._lent.clear()  # a weak reference that is gone tells nobody

@@ -61,7 +61,7 @@ def unmap_pages(address: int, nbytes: int) -> None:
 def drop_pages(address: int, nbytes: int) -> None:
     """Let go of the pages that hold these bytes of a mapping of `map_pages`, which is not private.
 
-    The kernel keeps them as long as it likes, and they come back when they are touched. So failures are not told.
+    The kernel keeps them as long as it likes, and they come back when they are touched. So failures are ignored.
     """
     skipped = address % mmap.PAGESIZE
     _LIBC.madvise(address - skipped, skipped + nbytes, mmap.MADV_DONTNEED)
@@ -89,7 +89,7 @@ def populate_pages(address: int, nbytes: int, *, write: bool) -> bool:
 def identify(path: str) -> tuple[int, int, int] | None:
     """(mtime_ns, size, inode) of a regular file on this machine; None where ``os.stat`` must be asked for them.
 
-    Other than that it keeps the GIL: who asks for many files would wait for it, each time, longer than for an answer.
+    It keeps the GIL: with many files, taking it back each time would take longer than the call.
     """
     statx = getattr(_WITH_GIL, "statx", None)
     if statx is None:
@@ -130,7 +130,7 @@ def count_allocated_bytes() -> int:
 
 
 def set_mmap_threshold(nbytes: int) -> None:
-    """Have blocks from so many bytes on go back to the system when they are freed; without glibc nothing is done."""
+    """Have freed blocks of ``nbytes`` or more returned to the system; without glibc nothing is done."""
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_MMAP_THRESHOLD, nbytes)
 

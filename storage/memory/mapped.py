@@ -1,6 +1,6 @@
 """Parts of files mapped into memory: the pages in which the kernel keeps a file, in place of a copy of them.
 
-A file that is cut short under a mapping ends, with SIGBUS, whoever touches a page behind its end. So who maps one asks
+A file that is cut short under a mapping ends, with SIGBUS, whoever touches a page behind its end. So the caller asks
 whether the file is still the same before he looks, and after, as what is written to it shows through; and nothing is
 mapped of file systems that may tell that late, as those of a network, or cannot say that a page is not to be had.
 """

@@ -55,7 +55,7 @@ class Timeline:
                 "cat": "penstock",
                 "pid": pid,
                 "tid": thread,
-                # Both ends are rounded alike, to what a float of so many microseconds holds, a quarter of one: spans
+                # Both ends are rounded alike, to what a float of microseconds holds here, a quarter of one: spans
                 # that overlapped by less than that would be dropped by who reads the trace.
                 "ts": self._us(start_s),
                 "dur": self._us(stop_s) - self._us(start_s),

@@ -25,7 +25,7 @@ class TimeLimit:
 
 @runtime_checkable
 class TimedStore(Store, Protocol):
-    """A store whose requests can be told to break off."""
+    """A store whose requests can be given a time limit."""
 
     def within(self, limit: TimeLimit) -> Store:
         """The same store with requests that raise StoreTimeoutError past ``limit``; closed with this one."""

@@ -136,7 +136,7 @@ class Checkpointer:
         failed so far.
 
         On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, or if an object
-        store does not take it, a save that is not ``blocking`` leaves a note, so that training can go on.
+        store does not take it, a save that is not ``blocking`` leaves a note, so that training can continue.
 
         Raises:
             CheckpointError: the state cannot be written, or the save before this one failed.
@@ -337,7 +337,7 @@ def encode_plain(extra: Any) -> str:
     """Encode as JSON what JSON gives back unchanged: the loader's state and the counts.
 
     Raises:
-        CheckpointError: it cannot; names the place and what is there.
+        CheckpointError: JSON would change something; names the place and the value's type.
     """
     try:
         text = json.dumps(extra)

@@ -1,4 +1,4 @@
-"""Room on the disk under the checkpoints: enough at the start, and what to do when it runs out."""
+"""Free space on the checkpoints' disk: require enough at the start, and make room when it runs out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def check_room(folder: Path, checkpoint_bytes: int, *, kept: int) -> None:
     """Raise a CheckpointError where there is no room for ``kept`` checkpoints and one more that is being written.
 
-    Those that are there already count as room, because retention deletes them in turn.
+    Existing checkpoints count as room, because retention deletes them in turn.
     """
     free_bytes = shutil.disk_usage(folder).free
     held_bytes = sum(_measure(step_folder(folder, step)) for step in list_steps(folder))

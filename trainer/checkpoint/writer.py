@@ -79,7 +79,7 @@ class CheckpointWriter:
         self._noted = left
 
     def _tidy(self, damaged: set[int]) -> list[str]:
-        """Delete what need not stay; the checkpoint is written, so that what fails here is but told."""
+        """Delete what need not stay. The checkpoint is already written, so failures here are only noted."""
         try:
             failures = prune_folder(self._folder, self._retention, damaged=damaged)
             return failures + remove_leftovers(self._folder)[1]

@@ -120,7 +120,7 @@ class Guard:
         """See that all ranks end this epoch here, as this one does after fewer batches than its loader's length.
 
         Raises:
-            TrainerError: another rank goes on with this step, and would wait for this one.
+            TrainerError: another rank continues with this step, and would wait for this one.
         """
         if self._watchdog is None or self._world.world_size == 1:
             return
@@ -222,7 +222,7 @@ def find_stepping(store: PrefixStore, others: list[int], key: str, *, rank: int,
     seen: dict[int, int] = {}
     looked_at_s = time.monotonic()
     while not store.check(["verdict"]):
-        if store.check(list(ends.values())):  # whether all are there, in one request
+        if store.check(list(ends.values())):  # all have ended, by one request
             return None
         if time.monotonic() - looked_at_s >= _LOOK_S:
             looked_at_s = time.monotonic()

@@ -16,7 +16,7 @@ _RECORDED = (
 
 
 class LoaderNumbers:
-    """Reads a loader's metrics again and again, for one who looks; nothing for a loader that has none."""
+    """Sampled metrics of a loader, for one reader; empty for a loader that has none."""
 
     def __init__(self, loader: object) -> None:
         self.loader = loader
