@@ -1,8 +1,9 @@
 """Leases of memory that is reclaimed when nothing refers to it any more: of chunks, of batches and of views.
 
-All values on lent memory refer to one object, the memory's *exporter*: slices and arrays of numpy, torch or Arrow, keep
-it alive. When it is deallocated the memory is free, so never while any of them lives, whoever holds it. It is a plain numpy array on purpose. Python's garbage collector does not track those, so a weak reference to one dies only
-with its last reference; that to a tracked object dies before the finalizers of its cycle, which may yet revive it.
+All values on lent memory refer to one object, the memory's *exporter*: slices and arrays of numpy, torch or Arrow keep
+it alive. When it is deallocated the memory is free, so never while any of them lives, whoever holds it. It is a plain
+numpy array on purpose. Python's garbage collector does not track those, so a weak reference to one dies only with its
+last reference; that to a tracked object dies before the finalizers of its cycle, which may yet revive it.
 """
 
 from __future__ import annotations
