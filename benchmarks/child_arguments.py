@@ -1,4 +1,4 @@
-"""Arguments of processes that a benchmark starts for itself; who starts one by hand is told which command to run."""
+"""Arguments of processes that a benchmark starts for itself; one started by hand names the command to run instead."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ..storage.telling.outputs import replace_closed_outputs
+from ..storage.process import replace_closed_outputs
 
 # A command is a module of this folder with ``run(arguments) -> exit code``; the text is its line in the overview.
 COMMANDS = {
@@ -42,9 +42,9 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     if code == INTERRUPTED:
-        from ..storage.threads.hang_up import hang_up
+        from ..storage.process import abort_connections
 
-        hang_up()
+        abort_connections()
         os._exit(code)
     sys.exit(code)
 

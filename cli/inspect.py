@@ -8,12 +8,12 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from ..tools.inspect import Inspection, Spread, draw_bars, inspect_dataset
-from ..tools.thumbnails import Thumbnail
+from ..loader.views.one_sample import SampleInspection, inspect_sample
+from ..tools.inspect import Inspection, Spread, Thumbnail, draw_bars, inspect_dataset
 from .common import SourceArguments, parse, print_json
-from .sample import show_sample
 from .screen import (
     Screen,
     console,
@@ -64,7 +64,7 @@ class InspectArguments(SourceArguments):
 def run(arguments: Sequence[str]) -> int:
     given = parse(InspectArguments, "inspect", arguments)
     if given.sample is not None or given.key is not None or given.field is not None:
-        return show_sample(given, sample=given.sample, key=given.key, field=given.field)
+        return _show_sample(given, sample=given.sample, key=given.key, field=given.field)
     screen = console()
     seen = inspect_dataset(
         given.chosen_source(),
@@ -127,7 +127,7 @@ def _report(seen: Inspection, screen: Screen) -> None:
 
 
 def _print_fields(screen: Screen, seen: Inspection) -> None:
-    """Field, types and value of each field; a long value goes on below itself if that is wide enough."""
+    """Print name, types and value of each field; a long value wraps below itself if that is wide enough."""
     rows = [(shown(f.name), shown(f.kind), shown(f.in_batch), shown(f.value)) for f in seen.fields]
     heads = ("field", "type", "in a batch")
     widths = [max(map(len, column)) + 2 for column in list(zip((*heads, ""), *rows, strict=True))[:3]]
@@ -179,3 +179,38 @@ def draw_thumbnails(screen: Console, thumbnails: Sequence[Thumbnail]) -> None:
 def _colour(pixel: list[int]) -> str:
     red, green, blue = pixel
     return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _show_sample(given: SourceArguments, *, sample: int | None, key: str | None, field: str | None) -> int:
+    """Find a sample by id or key, and print it; returns the exit code."""
+    seen = inspect_sample(
+        given.chosen_source(),
+        sample=sample,
+        key=key,
+        field=field,
+        split=given.chosen_split(),
+        storage_options=given.options(),
+        format=given.chosen_format(),
+    )
+    if given.json:
+        print_json(seen)
+    else:
+        _report_sample(seen)
+    return 0
+
+
+def _report_sample(seen: SampleInspection) -> None:
+    screen = console()
+    facts = fact_table()
+    facts.add_row("data set", seen.url)
+    facts.add_row("sample", f"{seen.id:,} of {seen.samples:,}")
+    facts.add_row("stored as", Text(f"number {seen.number:,} of {seen.shard}"))
+    screen.print(facts)
+    fields = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    fields.add_column("field", style="cyan", no_wrap=True)
+    fields.add_column("type", no_wrap=True)
+    fields.add_column("value", overflow="fold", ratio=1)
+    for each in seen.fields:
+        fields.add_row(Text(each.name), Text(each.kind), Text(each.value))
+    screen.print()
+    screen.print(fields)

@@ -53,7 +53,7 @@ class Keys:
             signal.signal(number, handler)
 
     def wait(self, seconds: float) -> str:
-        """The keys that are pressed within so many seconds; empty, after them, without any."""
+        """Keys that are pressed within ``timeout_s`` seconds; empty, after them, if none are."""
         if self._before is None or self._fd is None:
             time.sleep(seconds)
             return ""

@@ -173,7 +173,7 @@ def list_chunks(given: PlanDataArguments) -> tuple[str, Chunks]:
 
 
 def order_for(given: PlanDataArguments, samples: IntArray, memory: IntArray, world_size: int) -> Order:
-    """The order that a loader would choose on so many ranks."""
+    """Order that a loader would choose on this many ranks."""
     return choose_order(
         seed=0,
         shuffle=given.shuffle,

@@ -26,7 +26,7 @@ _SIGNS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 @dataclass(frozen=True)
 class Picture:
-    """A column of pictures: ``draw`` makes that of a rank, so many columns wide."""
+    """Column of pictures: ``draw`` makes that of a rank, of the given width."""
 
     title: str
     draw: Callable[[RankStatus, int], Text]

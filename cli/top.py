@@ -14,8 +14,8 @@ import tyro
 
 from ..loader.errors import ConfigError
 from ..storage.files import check_output
+from ..storage.observability.timeline import Event, write_chrome_trace
 from ..storage.suggestions import did_you_mean
-from ..storage.telling.timeline import Event, write_chrome_trace
 from ..trainer.errors import TrainerError
 from ..trainer.report.pages.run_log import find_log, read_last, read_run
 from ..trainer.report.pages.summary import describe_state
@@ -99,7 +99,7 @@ def _find_run(path: Path) -> Path:
 
 
 class Looker:
-    """Looks at a run again and again. Mutable state: who was silent since when, and the rates of the last looks."""
+    """Repeated views of a run. Mutable state: since when ranks are silent, and the rates of the last views."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -165,7 +165,7 @@ def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
 
 
 def _watch(path: Path) -> None:
-    """Show the run until its training ends or somebody leaves; one that is not there, or failed, may start yet."""
+    """Show the run until its training ends or the user leaves; one that is missing or failed may start yet."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text

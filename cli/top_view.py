@@ -24,7 +24,7 @@ _SPACE = "\u00a0"  # inside what must stay on one line
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One moment of a run; ``state`` says why nobody trains, and is empty while somebody does.
+    """Moment of a run; ``state`` explains why no rank trains, and is empty while one does.
 
     ``rates`` are those of the moments before, by rank: samples per second, or steps where no samples are counted.
     """

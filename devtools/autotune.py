@@ -135,7 +135,7 @@ def _prepare(case: Case, folder: Path, delay_s: float) -> Iterator[tuple[str, di
 
 
 def hand_settings(case: Case) -> dict[str, dict[str, int]]:
-    """By name, what somebody who knows the machine might try."""
+    """Settings, by name, that an expert on the machine might try."""
     cores = usable_cores()
     if case == "images":
         return {f"{threads} decode": {"threads": threads} for threads in sorted({1, max(1, cores // 2), cores})}

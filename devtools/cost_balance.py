@@ -44,7 +44,7 @@ def make_costs(cost: Cost) -> SampleCosts:
 
 
 def measure(world_size: int) -> dict[str, Any]:
-    """Skew, padding and reads on so many ranks, and the time that a rank takes to plan a step."""
+    """Measure skew, padding and reads on this many ranks, and the time that a rank takes to plan a step."""
     linear = make_costs(Cost())
     quadratic = make_costs(Cost(model="quadratic", hidden_size=1024))
     sizes = np.full(_CHUNKS, _SAMPLES // _CHUNKS, np.int64)

@@ -1,4 +1,4 @@
-"""Passes over a real S3 server behind a line that is so many ms longer.
+"""Measure passes over a real S3 server behind a line that adds a delay.
 
 Each pass runs in a process of its own, and the delays take turns, so that what else the machine does falls on all. They
 are compared with a delay of 0 through the same proxy; what the proxy costs shows beside the server without it.

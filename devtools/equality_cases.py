@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from penstock.trainer.data.arrays import ArrayLoader
-from penstock.trainer.randomness import seed_step
+from penstock.trainer.reproducibility import seed_step
 
 ROWS = 46  # five global batches and a rest
 GLOBAL_BATCH = 8

@@ -32,7 +32,7 @@ from penstock.benchmarks.child_arguments import refuse
 from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.loader import DistributedDataLoader
 from penstock.storage import open_store
-from penstock.storage.pages.libc import trim_heap
+from penstock.storage.memory.libc import trim_heap
 
 from .arguments import make_parser
 

@@ -23,7 +23,7 @@ from typing import Any
 from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.loader import DistributedDataLoader, open_manifest
 from penstock.loader.dataset.source import select
-from penstock.storage.telling.process_usage import peak_resident_bytes
+from penstock.storage.observability.process_usage import peak_resident_bytes
 
 from .arguments import make_parser
 

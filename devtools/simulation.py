@@ -6,7 +6,7 @@ Real processes read shards from a real S3 server through a proxy that delays eac
 which all ranks meet. The simulation is given the mean seconds that a request and a step took the ranks; what comes of
 them (threads, spans, memory, meeting) is its own. Runs are bounded by latency or by sleeps. Fails if samples/s differ
 by more than 15%, or the share of its time that the job loses to data by more than 0.15 of the whole. How much of that
-the ranks wait for their own data, not for others', is told too.
+the ranks wait for their own data, not for others', is printed too.
 """
 
 from __future__ import annotations

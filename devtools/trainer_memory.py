@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.storage.pages.libc import set_mmap_threshold, trim_heap
+from penstock.storage.memory.libc import set_mmap_threshold, trim_heap
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.options import build_config
 from penstock.trainer.ranks.world import World, close_world, open_world

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.storage.pages.libc import set_mmap_threshold, trim_heap
+from penstock.storage.memory.libc import set_mmap_threshold, trim_heap
 from penstock.trainer import (
     ArrayLoader,
     DistributedTrainer,

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-from ..storage.telling.counts import StoreCounts
-from ..storage.telling.timeline import Timeline
+from ..storage.observability.counts import StoreCounts
+from ..storage.observability.timeline import Timeline
 
 _REPEATED_SHARE = 0.2  # of chunks read again because memory was short
 _THROTTLED_SHARE = 0.01  # of requests

@@ -9,7 +9,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from ..storage.files import check_output
-from ..storage.telling.timeline import Timeline, write_chrome_trace
+from ..storage.observability.timeline import Timeline, write_chrome_trace
 from .errors import ConfigError
 from .metrics import LoaderMetrics
 from .parts import Parts

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from ..storage import open_store
+from ..storage.observability.counts import fastest_response_s
 from ..storage.options import MappedReads
 from ..storage.store import is_encrypted
-from ..storage.telling.counts import fastest_response_s
 from .arguments.common import LastBatch, SampleWeights, check_names, fields_of, make_selection
 from .arguments.costs import CostArguments
 from .arguments.errors import ErrorArguments

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 from weakref import ref
 
-from ..storage.telling.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
+from ..storage.observability.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
 from .errors import ConfigError
 from .metrics import LoaderMetrics, MixtureMetrics
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from .errors import NoCredentialsError
 
-# obstore renews credentials 5 minutes before they expire, botocore 10: what it hands out holds for at least so long.
+# obstore renews credentials 5 minutes before they expire, botocore 10: its credentials hold for at least this long.
 _BOTOCORE_HOLDS = timedelta(minutes=12)
 _RENEWED_BEFORE = timedelta(minutes=5)
 _PROCESS_S = 60.0

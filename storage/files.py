@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from .pages.buffers import BUFFERS, LEAST_BYTES
+from .memory.buffers import BUFFERS, LEAST_BYTES
 from .store import byte_view
 
 # A killed writer leaves at most one file whose name starts like this.
@@ -92,7 +92,7 @@ def write_output(path: AnyPath, data: bytes) -> None:
 
 
 def check_output(path: AnyPath) -> None:
-    """Raise OSError where ``write_output`` would; what is there stays as it is."""
+    """Raise OSError where ``write_output`` would; an existing file stays as it is."""
     if os.path.isdir(path):  # noqa: PTH112
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not _is_special(path):

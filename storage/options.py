@@ -9,7 +9,7 @@ that cloud (``account_name``, ``service_account``, ``virtual_hosted_style_reques
 
 Beside clouds, every store takes ``encryption_key`` (`penstock.storage.encryption.store`), and local files
 ``mapped_reads``: False has them read into memory, "views" has views of them handed out, too
-(`penstock.storage.pages.mapped`).
+(`penstock.storage.memory.mapped`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .errors import UnsupportedURLError
 from .suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from .retrying.patience import TimeLimit
+    from .retrying.adaptive_timeout import TimeLimit
 
 CREDENTIALS_OPTION = "credential_provider"
 DIRECT_OPTION = "direct_reads"

@@ -58,7 +58,7 @@ class OwnFolder:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._fd)
 
     def make(self, path: str) -> None:
-        """Make a folder unless it is there."""
+        """Make a folder unless it exists."""
         with suppress(FileExistsError):
             os.mkdir(path, 0o700, dir_fd=self._fd)
 

@@ -21,7 +21,7 @@ from .suggestions import did_you_mean, must_be
 from .urls import CLOUD_SCHEMES, WEB_SCHEMES
 
 if TYPE_CHECKING:
-    from .retrying.config import RetryConfig
+    from .retrying.retry import RetryConfig
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _SIGNATURE = re.compile(r"&(sig|signature|x-amz-signature|x-goog-signature|x-amz-credential)=", re.IGNORECASE)
@@ -89,7 +89,7 @@ def open_client(url: str | os.PathLike[str], storage_options: Mapping[str, Any] 
         meant = did_you_mean(options, [MAPPED_OPTION] if scheme == "file" else [])
         raise UnsupportedURLError(f"{text}: {scheme} {known}, got {sorted(options)}{meant}")
     if scheme == "mem":
-        from .memory import MemoryStore
+        from .memory_store import MemoryStore
 
         return MemoryStore(text)
     if scheme != "file":

@@ -88,7 +88,7 @@ class Store(Protocol):
         read the object to know.
 
         Raises:
-            ObjectChangedError: the object is there, is gone, or has another ETag.
+            ObjectChangedError: the object exists already, is gone, or has another ETag.
             StorageError: the server has no conditional writes.
         """
         ...

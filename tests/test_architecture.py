@@ -30,14 +30,14 @@ ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}, "penstock.loader.tools"
 # The floors of a room, from the ground up: a folder or file imports from floors below its own, and from its own folder.
 FLOORS = {
     "storage": (
-        {"errors", "store", "store_link", "suggestions", "threads"},
-        {"aws_profile", "checks", "hashing", "pages", "ranges", "urls"},
+        {"errors", "process", "store", "store_link", "suggestions", "threads"},
+        {"aws_profile", "checks", "hashing", "memory", "ranges", "urls"},
         {"files"},
-        {"memory", "own_folder"},
+        {"memory_store", "own_folder"},
         {"retrying"},
         {"options"},
         {"caching", "clients", "encryption"},
-        {"telling"},
+        {"observability"},
         {"resolve"},
     ),
     "loader": (
@@ -63,15 +63,15 @@ FLOORS = {
         {"integrations", "tools"},
     ),
     "tools": (
-        {"batch_types", "delivery_records", "flaws", "members", "packing", "simulation", "thumbnails"},
+        {"batch_types", "delivery_records", "members", "packing", "simulation"},
         {"coverage", "verify_chunks"},
         {"attempts", "mixed_audit"},
         {"audit", "inspect", "pack", "verify"},
         {"index_costs", "recheck", "state_file"},
     ),
     "trainer": (
-        {"computing", "errors", "randomness", "stopwatch"},
-        {"determinism", "options", "ranks"},
+        {"computing", "errors", "stopwatch"},
+        {"options", "ranks", "reproducibility"},
         {"compression", "imports", "parallel", "watch"},
         {"checkpoint", "data"},
         {"evaluation", "steps"},

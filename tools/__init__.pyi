@@ -3,7 +3,6 @@
 from .audit import AuditReport as AuditReport
 from .audit import EpochAccount as EpochAccount
 from .audit import audit as audit
-from .flaws import Flaw as Flaw
 from .index_costs import CostExpression as CostExpression
 from .index_costs import index_costs as index_costs
 from .index_costs import write_costs as write_costs
@@ -19,3 +18,4 @@ from .recheck import RecheckResult as RecheckResult
 from .recheck import recheck as recheck
 from .verify import VerifyResult as VerifyResult
 from .verify import verify as verify
+from .verify_chunks import Flaw as Flaw

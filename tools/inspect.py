@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ..loader.columns import ArrayColumn, Block, BytesColumn, Column, IntArray
+from ..loader.columns import KEY_COLUMN, ArrayColumn, Block, BytesColumn, Column, IntArray
 from ..loader.dataset.index import open_manifest
 from ..loader.dataset.manifest import Manifest
 from ..loader.dataset.source import Source
 from ..loader.dataset.splits import Split
-from ..loader.errors import ConfigError
+from ..loader.decoding.images.kind import image_kind
+from ..loader.errors import ConfigError, DecodeError
 from ..loader.formats.arrow.sizes import value_sizes
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
@@ -23,15 +24,16 @@ from ..loader.reading.checksum import read_chunk
 from ..loader.views.describe import FieldView, describe_bytes, shorten
 from ..storage import open_store
 from .batch_types import batch_types
-from .thumbnails import Thumbnail, make_thumbnails
 
+WIDTH, HEIGHT = 24, 24  # of thumbnails
+Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 _BARS = "▁▂▃▄▅▆▇█"
 _BINS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """Result of ``inspect_dataset``. Sizes are in bytes, estimated from ``sizes_of`` samples.
+    """Result of ``inspect_dataset``. Sizes are in bytes, measured on ``sizes_of`` samples.
 
     ``classes``: the names for the numbers in ``cls``, None where they are not known.
     """
@@ -190,3 +192,42 @@ def _view_field(name: str, column: Column, row: int) -> FieldView:
         return FieldView(name=name, kind=kind, value=text)
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     return FieldView(name=name, kind=type(value).__name__, value=shorten(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Thumbnail:
+    """An image of one sample, at most WIDTH x HEIGHT pixels. ``pixels``: (height, width, 3) uint8 RGB."""
+
+    name: str
+    pixels: Pixels
+
+
+def make_thumbnails(block: Block, count: int) -> tuple[Thumbnail, ...]:
+    """The images of the first ``count`` samples of a chunk; none where they cannot be decoded on this machine."""
+    rows = np.arange(min(count, block.samples))
+    columns = {name: column for name, column in block.columns.items() if isinstance(column, BytesColumn)}
+    keys = columns[KEY_COLUMN].take(rows) if KEY_COLUMN in columns else [f"sample {row}" for row in rows.tolist()]
+    found = []
+    for name, column in columns.items():
+        for key, value in zip(keys, column.take(rows), strict=True):
+            if isinstance(value, bytes) and image_kind(value) is not None:
+                pixels = _shrink(value)
+                if pixels is not None:
+                    found.append(Thumbnail(f"{key} {name}", pixels))
+    return tuple(found[:count])
+
+
+def _shrink(data: bytes) -> Pixels | None:
+    try:
+        import cv2
+
+        from ..loader.decoding.images.images import ImageDecoder
+
+        whole: Any = ImageDecoder(layout="hwc")(memoryview(data), None)
+    except (ImportError, ConfigError, DecodeError):
+        return None
+    height, width = whole.shape[:2]
+    scale = min(WIDTH / width, HEIGHT / height, 1.0)
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    small: Pixels = cv2.resize(whole, size, interpolation=cv2.INTER_AREA)
+    return small

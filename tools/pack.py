@@ -35,12 +35,11 @@ from .packing.jsonl import JsonlWriter
 from .packing.mapping import MapFunction, Mapped, Transform, transformed
 from .packing.mds import MdsWriter
 from .packing.samples import SampleSource, SourceOptions
-from .packing.source import open_source
+from .packing.source import named_source, open_source
 from .packing.tables import ArrowWriter, ParquetWriter
 from .packing.tar import TarWriter
 from .packing.target import Cursor, Target
 from .packing.tokens import Tokenize, TokensWriter
-from .packing.words import named_source
 from .packing.writer import Sample, Shard, ShardWriter
 
 SHARD_BYTES = 64 << 20
@@ -294,7 +293,7 @@ def _note_of_classes(classes: Sequence[str], manifest: Manifest) -> tuple[str, .
 def _cut(
     writer: ShardWriter, parts: Iterable[Mapped], cursor: Cursor | None, advance: Callable[[int], None]
 ) -> Iterator[tuple[Shard, Cursor]]:
-    """The shards of a stream, each with where to go on after it; begins at ``cursor``."""
+    """Yield the shards of a stream from ``cursor`` on, each with the cursor after it."""
     skipped = 0  # units that an earlier pack has written
     if cursor is not None:
         writer.resume(cursor.state, cursor.units)

@@ -148,7 +148,7 @@ def skip_in_state(
     size: int = 1,
     last_batch: str = "drop",
 ) -> LoaderState:
-    """The state so many samples, or global batches of ``size`` samples, further, or back if the number is negative.
+    """Move the state forward by samples, or by global batches of ``size`` samples; back if the number is negative.
 
     Further goes through the ends of epochs: with samples, epochs have all of theirs; with batches, ``last_batch`` says
     what comes of those that fill none. Back goes to the epoch's beginning at most.

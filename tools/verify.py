@@ -29,8 +29,7 @@ from ..loader.progress import show_progress
 from ..loader.reading.checksum import READ_THREADS
 from ..storage import ObjectInfo, PenstockError, Store, open_store
 from ..storage.threads.daemon_pool import DaemonPool
-from .flaws import Flaw, error_flaw, shard_flaw
-from .verify_chunks import check_chunks
+from .verify_chunks import Flaw, check_chunks, error_flaw, shard_flaw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -21,10 +21,39 @@ from ..loader.reading.checksum import read_chunk
 from ..loader.reading.header_cache import HeaderCache
 from ..storage import Store
 from ..storage.threads.daemon_pool import DaemonPool
-from .flaws import Flaw, error_flaw
 
 _HEADER_BYTES = 128 << 20
 _DECODED_AT_ONCE = 256  # values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flaw:
+    """Flaw of a shard. ``offset`` and ``length`` are those of the chunk, None for the shard as a whole."""
+
+    shard: str
+    offset: int | None
+    length: int | None
+    kind: str
+    problem: str
+
+
+def shard_flaw(shard: str, kind: str, problem: str) -> Flaw:
+    return Flaw(shard=shard, offset=None, length=None, kind=kind, problem=problem)
+
+
+def error_flaw(shard: str, error: BaseException, chunk: ChunkRef | None = None) -> Flaw:
+    """The flaw that an error tells of; in ``chunk``, if one is given."""
+    problem = error.problem if isinstance(error, FormatError) else str(error)
+    offset = error.offset if isinstance(error, FormatError) else None
+    if offset is None and chunk is not None:
+        offset = chunk.offset
+    return Flaw(
+        shard=shard,
+        offset=offset,
+        length=chunk.length if chunk else None,
+        kind=type(error).__name__,
+        problem=problem or type(error).__name__,
+    )
 
 
 def check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool, flaws: list[Flaw]) -> None:

@@ -30,7 +30,6 @@ from .parallel.meta import build_on_meta as build_on_meta
 from .parallel.model import OptimizerFactory as OptimizerFactory
 from .parallel.model import ParallelConfig as ParallelConfig
 from .parallel.precision import PrecisionConfig as PrecisionConfig
-from .randomness import seed_all as seed_all
 from .ranks.world import World as World
 from .ranks.world import close_world as close_world
 from .ranks.world import open_world as open_world
@@ -50,6 +49,7 @@ from .report.records import StepRecord as StepRecord
 from .report.records import TemporaryObserverError as TemporaryObserverError
 from .report.records import TrainRecord as TrainRecord
 from .report.tracing import ProfileConfig as ProfileConfig
+from .reproducibility import seed_all as seed_all
 from .steps.loss import LossFunction as LossFunction
 from .steps.schedule import ScheduleConfig as ScheduleConfig
 from .steps.step import StepConfig as StepConfig

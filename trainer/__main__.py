@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..storage.errors import PenstockError
-from ..storage.telling.outputs import replace_closed_outputs
+from ..storage.process import replace_closed_outputs
 from .errors import RecipeError, StallError
 from .evaluation.evaluate import Evaluation
-from .randomness import seed_all
 from .ranks.world import World, close_world, open_world
 from .recipes.command_line import read_command
 from .recipes.parameter_groups import freeze_parameters
 from .recipes.recipe import Recipe, format_toml
 from .report.progress import Summary
+from .reproducibility import seed_all
 from .trainer import DistributedTrainer
-from .watch.last_words import leave_to_launcher, tell
+from .watch.process_end import leave_to_launcher, write_stderr
 from .watch.watchdog import EXIT_STALLED
 
 
@@ -66,12 +66,12 @@ def _report(error: PenstockError, *, is_alike: bool) -> None:
     if is_alike and is_left and os.environ.get("LOCAL_RANK", "0") != "0":
         return
     rank = f" on rank {os.environ['RANK']}" if "RANK" in os.environ else ""
-    tell(f"penstock.trainer{rank}: {text}\n")
+    write_stderr(f"penstock.trainer{rank}: {text}\n")
 
 
 @contextmanager
 def _may_be_cut_off() -> Iterator[None]:
-    """Ends the process with 0, and no traceback, where who reads what is printed has left, as ``| head`` does."""
+    """End the process with 0 and no traceback if the reader of its output has left, as ``| head`` does."""
     try:
         try:
             yield
@@ -103,7 +103,7 @@ def prepare_data(recipe: Recipe, world: World) -> None:
                     problem = f"{data.prepare.key} failed on rank {world.rank}: {type(exc).__name__}: {exc}"
                 else:
                     if made is not None:
-                        tell(f"{data.prepare.key}: {made}\n")
+                        write_stderr(f"{data.prepare.key}: {made}\n")
             problems = [problem]
             if world.world_size > 1:
                 problems = [None] * world.world_size

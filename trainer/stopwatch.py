@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..storage.telling.timeline import Timeline
+from ..storage.observability.timeline import Timeline
 
 # What the host only starts on a CUDA device, so that its clock does not see how long it takes.
 _ON_DEVICE = ("forward", "backward", "optimizer")
@@ -29,7 +29,7 @@ class Stopwatch:
         self.entered = entered
         self.clock = clock
         self.timeline: Timeline | None = None
-        """Where phases are drawn, while somebody records."""
+        """Timeline to record phases on; None while nobody records."""
         self.current = ("construction", time.perf_counter())
         """The phase that began last, and when."""
         self._running: tuple[str, float] | None = None  # a phase that has not ended, and since when

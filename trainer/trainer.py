@@ -15,7 +15,6 @@ from torch import nn
 from .config import TrainerConfig
 from .data.feed import Feed
 from .data.shares import SpeedShares
-from .determinism import deterministic_kernels
 from .errors import TrainerConfigError, TrainerError
 from .evaluation.evaluate import Evaluation, find_other_classes
 from .evaluation.modes import begin_training
@@ -23,7 +22,6 @@ from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory
 from .parallel.precision import tell_device, tell_scaling
 from .parts import make_parts
-from .randomness import seed_step, tell_seed
 from .ranks.world import World, open_world
 from .report.console import print_times
 from .report.flops import FlopCount
@@ -31,12 +29,13 @@ from .report.progress import Progress, Summary
 from .report.recorder import Recorder
 from .report.records import Callbacks, Observer
 from .report.tracing import Tracer
+from .reproducibility import deterministic_kernels, seed_step, tell_seed
 from .run.evaluator import Evaluator
 from .run.guard import Guard, list_activities, list_advances
 from .run.length import agree_on_length, count_steps, is_done, leaves_steps
 from .run.rewinder import Rewinder
 from .run.saver import Saver
-from .steps.alike import agree_on_options
+from .steps.consistency import agree_on_options
 from .steps.loss import LossFunction
 from .stopwatch import DeviceClock, Stopwatch
 
@@ -325,7 +324,7 @@ class DistributedTrainer:
         return self._evaluator.end_epoch(stopped=stopped)
 
     def _end_known_epoch(self, *, stopped: bool) -> bool:
-        """As ``_end_epoch``, where an epoch ends with the run's last step; what is drawn later goes on from it.
+        """End an epoch as ``_end_epoch`` does, where it ends with the run's last step; later draws continue from it.
 
         Each that ends by the length of a loader without a state, too: no save tells a resumed run where it was.
         """

@@ -98,7 +98,7 @@ class Grain:
         self._loaded = None if job.state is None else job.state
 
     def epoch(self) -> Iterator[Any]:
-        """One pass; the iterator goes on over repetitions, so that its processes live on."""
+        """Iterate over one pass; the iterator continues over repetitions, so that its processes live on."""
         job = self._job
         if self._iterator is None:
             self._iterator = iter(self._dataset)

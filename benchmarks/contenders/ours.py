@@ -72,7 +72,7 @@ def _storage_options(job: Job) -> dict[str, Any]:
 
 
 def _gather(batch: Any) -> dict[str, Any]:
-    """The batch as its user takes it who wants tensors: all bytes of a field in one, and where each value begins."""
+    """Take the batch as users do who want tensors: all bytes of a field in one, and the start of each value."""
     return {name: values.gather() if isinstance(values, ByteViews) else values for name, values in batch.items()}
 
 

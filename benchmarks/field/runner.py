@@ -1,4 +1,4 @@
-"""Runs the cells one after another and keeps each result at once, so that a run that was ended can go on."""
+"""Run the cells one after another and keep each result at once, so that a run can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_field(
     """Measure all cells that ``report`` does not have yet, and write each to it. Returns the whole report.
 
     ``calibrate`` forgets what was found out about contenders' best settings before. A peer that cannot be measured is
-    in its cell's ``refused`` with the reason, and so are all of a store that does not answer; the others go on.
+    in its cell's ``refused`` with the reason, and so are all of a store that does not answer; the others are measured.
 
     Raises:
         ConfigError, StorageError: the data sets cannot be made here, or ``report`` was measured in another way.
@@ -99,7 +99,7 @@ def _note_run(found: dict[str, Any], config: FieldConfig, command: str) -> None:
 
 
 def load_report(report: Path, config: FieldConfig) -> dict[str, Any] | None:
-    """An earlier report that this run goes on with; None if there is none.
+    """Earlier report that this run continues; None if there is none.
 
     Raises:
         ConfigError: what lies there is of other settings, another machine or another version, and is not overwritten.
@@ -266,7 +266,7 @@ def _leave_out(
 
 
 def _note_samples(name: str, run: Measurement, job: Job, notes: dict[str, str]) -> None:
-    """A whole pass that did not deliver the data set once is told: ranks may drop or repeat samples."""
+    """Note a whole pass that did not deliver the data set exactly once: ranks may drop or repeat samples."""
     first = run.passes[0] if run.passes else None
     if first is None:
         return

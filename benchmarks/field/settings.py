@@ -45,7 +45,7 @@ def _with_modules(job: Job, cell: Cell, config: FieldConfig, data: Path, say: Ca
 
 
 def with_late_modules(job: Job, run: Measurement) -> Job:
-    """The job for the next round: a loader may have come to import more than it did when it was looked at."""
+    """The job for the next round: a loader may import more by now than it did when it was examined."""
     return replace(job, modules=[*job.modules, *run.late_modules]) if run.late_modules else job
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the report: quartiles over rounds, ratios of medians, and who is the best peer. Pure."""
+"""Arithmetic of the report: quartiles over rounds, ratios of medians, and the best peer. Pure."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def prepare_workload(case: Case, config: FieldConfig, data: Path, tell: Callable
     with ThreadPoolExecutor(_PREPARED_AT_ONCE) as pool:
         try:
             prepared = list(pool.map(prepare, config.against))
-        except BaseException:  # as by Ctrl-C: a conversion may go on for an hour
+        except BaseException:  # as by Ctrl-C: a conversion may take an hour
             with ended_processes():
                 pool.shutdown(cancel_futures=True)
             raise

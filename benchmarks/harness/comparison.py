@@ -1,4 +1,4 @@
-"""The comparison: who is measured, in which order, and which results are kept. Contenders alternate, round by round."""
+"""Comparison of contenders, which alternate round by round: their order, and the results to keep."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The converting process: ``python -m penstock.benchmarks.harness.convert RESULT``.
 
-It is told what to convert on its standard input. The samples are read by our own loader, in the data set's order, and
+It reads what to convert from its standard input. The samples are read by our own loader, in the data set's order, and
 written in the peer's format by the peer itself.
 """
 
@@ -33,7 +33,7 @@ def group_scalars(layout: Layout) -> tuple[Layout, dict[str, list[str]]]:
     """The layout that peers get, and the columns behind each of its fields that stands for several.
 
     Peers handle samples one by one and pay for each field, so a table's scalar columns of one type become one array:
-    the layout that somebody who wants speed from them chooses. Fields that are no scalars stay as they are.
+    the layout that an expert chooses for speed. Fields that are no scalars stay as they are.
     """
     scalars: dict[str, list[str]] = defaultdict(list)
     for name, field in layout.items():

@@ -38,7 +38,7 @@ class Job:
     after one batch; "check" reads one pass and sums up its content. ``state`` is a position to resume from. ``fields``
     is the layout of a sample; ``shape`` says how the peer's conversion was laid out, and is the peer's own affair.
     ``scratch`` is an empty folder of this job alone. ``device``: where batches will be used; ours go there themselves,
-    peers are told to pin them. ``rank`` of ``world_size`` reads its share of the data, beside the others; ``workers``
+    peers are asked to pin them. ``rank`` of ``world_size`` reads its share of the data, beside the others; ``workers``
     are each rank's. ``source_format`` is the format of the data set's own shards, for the bare loop.
     """
 

@@ -167,7 +167,7 @@ def _version_of(contender: str) -> str | None:
 
 
 def tell(error: Exception) -> int:
-    """Say in a line of its own why this process cannot go on; returns its exit code."""
+    """Print in a line of its own why this process cannot continue; returns its exit code."""
     text = " ".join(str(error).split())
     missing = f"{error.name} is missing or broken ({text})" if isinstance(error, ImportError) else text
     print(f"\n{REASON}{missing}", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ _CONVERSION_TIMEOUT_S = 4 * 3600.0
 _CHECK_TIMEOUT_S = 3600.0  # a whole pass, once a copy; of a slow peer on a busy machine, too
 _MOST_SHARD_BYTES, _LEAST_SHARD_BYTES = 64 << 20, 1 << 18
 _checking_one = threading.Lock()  # peers are prepared at the same time
-_SHARDS = 16  # at least so many, if they are not too small: workers read whole shards
+_SHARDS = 16  # at least, if they are not too small: workers read whole shards
 
 
 def prepare_peers(

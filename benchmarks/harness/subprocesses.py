@@ -210,7 +210,7 @@ def in_short(reason: str) -> str:
 class _MemoryWatch:
     """Samples the memory of a process tree on a thread while the context is open.
 
-    Where the memory cannot be read, the peak stays 0, and the measurement goes on.
+    Where the memory cannot be read, the peak stays 0, and the measurement continues.
     """
 
     def __init__(self, pid: int) -> None:

@@ -1,1 +1,1 @@
-"""Other loaders: what each is told by its own documentation, and the pinned environment that it runs in."""
+"""Other loaders: the settings that their documentation advises, and the pinned environments that they run in."""

@@ -16,14 +16,14 @@ Position = tuple[int, int]  # epoch, consumed samples
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of a job: where it began, and what each rank told."""
+    """Start of a job: where it began, and each rank's log."""
 
     start: Position
     ranks: Sequence[Sequence[Line]]
 
     @property
     def reached(self) -> Position:
-        """Up to where every rank has its batches: from here the next attempt goes on."""
+        """Position up to which every rank has its batches: the next attempt resumes there."""
         return min(max([self.start, *_positions(lines)]) for lines in self.ranks)
 
 

@@ -18,7 +18,7 @@ class Case:
     """A fault, how it is made, and what must come of it.
 
     ``inject(stage)`` is called when the processes have started. ``errors``: the classes of which one must be raised;
-    empty where the job must go on without an error; ``("killed",)`` where its processes are ended. Where a job ended
+    empty where the job must continue without an error; ``("killed",)`` where its processes are ended. Where a job ended
     early, it is started again on ``then_ranks`` ranks, without faults, and everything must come out exact.
     ``gap_s`` limits the longest time without a batch, ``error_s`` the seconds from the fault to the error.
     """

@@ -52,7 +52,7 @@ def put_data(
     size: int = SAMPLE_BYTES,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the data set as tar shards with an index that has checksums, in place of what is there."""
+    """Write the data set as tar shards with an index that has checksums, in place of what exists."""
     pack(
         make_samples(samples, size),
         url,

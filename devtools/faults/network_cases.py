@@ -91,7 +91,7 @@ def choose(*faults: Fault, **how: Any) -> Callable[[Stage], Mapping[str, Any]]:
 
 
 def nothing(stage: Stage) -> None:
-    """The fault is there already."""
+    """Do nothing: the fault is active already."""
 
 
 def take_away(seconds: float) -> Callable[[Stage], None]:

@@ -129,7 +129,7 @@ class FaultProxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for _ in range(3):  # closed transports let go of their sockets in a later round of the loop
+        for _ in range(3):  # closed transports release their sockets in a later round of the loop
             await asyncio.sleep(0)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from penstock.benchmarks.child_arguments import take_arguments
 from penstock.loader.data_loader import DistributedDataLoader
-from penstock.storage.pages.libc import count_allocated_bytes
+from penstock.storage.memory.libc import count_allocated_bytes
 from penstock.storage.retrying.retry import RetryStore
 
 from .case import KEPT_DESCRIPTORS, LEFT_S
@@ -69,7 +69,7 @@ def look_at_process() -> dict[str, int]:
 
 
 class Reader:
-    """The loop of one rank. Mutable state: the batches since, and when it last told of its process."""
+    """Loop of one rank. Mutable state: the batches since, and when it last logged its process."""
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
         self._job = job

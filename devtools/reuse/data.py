@@ -253,7 +253,7 @@ NAMES = tuple(_WRITERS)
 
 
 def write_known(name: str, folder: Path) -> Known:
-    """Write the data set ``name`` to a folder of this name, unless it is there."""
+    """Write the data set ``name`` to a folder of this name, unless it exists."""
     write, shard_format, value, samples = _WRITERS[name]
     target = folder / name
     if not target.exists():

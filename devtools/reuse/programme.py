@@ -184,7 +184,7 @@ class Programme:
             signal.signal(signal.SIGALRM, before)
 
     def _fork(self) -> None:
-        """A child looks at all that is held while this process lets go of half of it, and goes on."""
+        """Have a child check all that is held while this process releases half of it and continues."""
         self._join_children()
         child = os.fork()
         if child == 0:
@@ -220,7 +220,7 @@ class Programme:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Another thread lets go of what it is given."""
+        """Release the values in another thread."""
 
         def drop() -> None:
             while self._dropped.get() is not None:

@@ -1,9 +1,9 @@
 """Memory of batches that is used again: new memory costs a page fault for each 4 KiB, which is more than filling it.
 
-A block is lent as an array, until nothing refers to any view of it, or tensor on it (`penstock.storage.pages.loans`).
+A block is lent as an array, until nothing refers to any view of it, or tensor on it (`penstock.storage.memory.leases`).
 Whoever keeps a batch keeps its block, and others are made instead.
 
-Mutable state: the free blocks, under a lock, and the loans.
+Mutable state: the free blocks, under a lock, and the leases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...storage.pages.loans import Loans
+from ...storage.memory.leases import MemoryLeases
 from ..columns import AnyArray
 
 _LEAST_BYTES = 64 << 10  # smaller arrays come from malloc, which keeps their memory
@@ -28,7 +28,7 @@ class BatchMemory:
         self._most_bytes = most_bytes
         self._free: dict[int, list[AnyArray]] = {}  # by size; the last one was used last
         self._free_bytes = 0
-        self._loans: Loans[AnyArray] = Loans()
+        self._leases: MemoryLeases[AnyArray] = MemoryLeases()
         self._lock = threading.RLock()  # a collection of garbage may come back here at any allocation
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
@@ -46,7 +46,7 @@ class BatchMemory:
             block = _aligned(nbytes)
         # Numpy lets views refer to the array that owns their memory, past those between, but not past a memoryview.
         exporter: AnyArray = np.frombuffer(block.data, np.uint8)
-        self._loans.lend(block, exporter)
+        self._leases.lend(block, exporter)
         return exporter.view(dtype).reshape(shape)
 
     @property
@@ -61,13 +61,13 @@ class BatchMemory:
         with self._lock:
             self._most_bytes = 0
             self._settle()
-            self._loans.forget()
+            self._leases.forget()
             self._free.clear()
             self._free_bytes = 0
 
     def _settle(self) -> None:
         """Take back the blocks that nothing refers to any more. Holds the lock."""
-        for block in self._loans.take_back():
+        for block in self._leases.reclaim():
             if self._free_bytes + block.nbytes > self._most_bytes:
                 self._forget_others(block.nbytes)
             if self._free_bytes + block.nbytes <= self._most_bytes:

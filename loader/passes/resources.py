@@ -8,8 +8,8 @@ import weakref
 from dataclasses import replace
 from typing import Any, Self
 
-from ...storage.telling.counts import StoreCounts, count_running, count_store
-from ...storage.telling.process_usage import resident_bytes
+from ...storage.observability.counts import StoreCounts, count_running, count_store
+from ...storage.observability.process_usage import resident_bytes
 from ...storage.threads.interruptible import Thread
 from ..decoding.workers.images import ImageProcesses
 from ..decoding.workers.pool import WorkerPool

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...storage.pages.malloc import keep_freed_memory
+from ...storage.memory.libc import keep_freed_memory
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event, Thread
 from ..decoding.batch import BatchMaker, UnfinishedBatch

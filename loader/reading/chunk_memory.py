@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
-from ...storage.pages.buffers import BUFFERS
+from ...storage.memory.buffers import BUFFERS
 from ..metrics import Counters
 from .chunk_source import ChunkSource
 from .leases import Leases

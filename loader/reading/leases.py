@@ -1,7 +1,7 @@
 """Which chunks batches keep alive by views, and how many bytes these hold beside the chunks that are resident.
 
-A view refers to an array over the chunk's bytes, which dies with the last view (`penstock.storage.pages.loans`).
-Mutable state: the held buffers, under a lock, and the loans, which may end at any time.
+A view refers to an array over the chunk's bytes, which dies with the last view (`penstock.storage.memory.leases`).
+Mutable state: the held buffers, under a lock, and the leases, which may end at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ...storage.pages.loans import Loans
+from ...storage.memory.leases import MemoryLeases
 from ..columns import Block, BytesColumn
 
 _MOST_BYTES = 1 << 31  # offsets in Arrow's views have 32 bits
@@ -48,7 +48,7 @@ class Leases:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._held: dict[int, _Held] = {}  # by the owner of the bytes, which lives as long as an exporter
-        self._loans: Loans[int] = Loans()  # of owners, one for each exporter
+        self._leases: MemoryLeases[int] = MemoryLeases()  # of owners, one for each exporter
         self._lent_bytes = 0
         self._retained_bytes = 0
         self._lock = threading.RLock()  # a collection of garbage may close this loader at any allocation
@@ -71,7 +71,7 @@ class Leases:
             held.exporters += 1
             exporter = np.frombuffer(buffer, np.uint8)
             exporter.flags.writeable = False
-            held.last = weakref.ref(buffer), self._loans.lend(owner, exporter)
+            held.last = weakref.ref(buffer), self._leases.lend(owner, exporter)
             return memoryview(exporter)
 
     def drop(self, block: Block) -> None:
@@ -94,7 +94,7 @@ class Leases:
 
     def _settle(self) -> None:
         """Take back what dead exporters held. Holds the lock."""
-        for owner in self._loans.take_back():
+        for owner in self._leases.reclaim():
             held = self._held[owner]
             held.exporters -= 1
             if held.exporters == 0:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from ...storage import ByteRange, Store
 from ...storage.files import write_all
-from ...storage.pages.mapped import kind_of_disk
+from ...storage.memory.mapped import kind_of_disk
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, Column, IntArray, ObjectColumn, Ragged, Records
 from ..errors import MemoryLimitError
 from ..formats.base import refuse_change, refuse_large

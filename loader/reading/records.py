@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...storage.pages.buffers import BUFFERS
+from ...storage.memory.buffers import BUFFERS
 from ..columns import AnyArray, ArrayColumn, Block, IntArray, Records
 
 _FEWEST = 4  # columns of one item size from which on it pays

@@ -129,7 +129,7 @@ class CacheDisk:
         return False
 
     def discard(self, name: str) -> None:
-        """Delete an entry, if it is there."""
+        """Delete an entry, if it exists."""
         with suppress(OSError):
             size = self._root.stat(_path(name)).st_size
             self._root.delete(_path(name))

@@ -107,7 +107,7 @@ class Connection(http.client.HTTPConnection):
         self.sock = sock
 
     def send_get(self, target: str, headers: dict[str, str], times: Times, until: float) -> None:
-        """Send a GET, whose answer ``getresponse`` returns once its head is there.
+        """Send a GET; ``getresponse`` returns its answer once the head has arrived.
 
         Raises:
             URLError: no connection could be made.

@@ -1,7 +1,8 @@
 """Ranged GETs that bypass obstore: signed by it, received by the standard library into memory of ours.
 
 obstore collects each body in fresh memory, whose page faults and copy cost more CPU time than the transfer itself. Only
-what this can do exactly as obstore does is read so (`why_not`): plain HTTP, with options that change nothing of a GET.
+what this can do exactly as obstore does is read so (`fallback_reason`): plain HTTP, with options that leave a GET as it
+is.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from urllib.request import getproxies, proxy_bypass
 
 import obstore
 
+from ..memory.buffers import BUFFERS
 from ..options import seconds_of
-from ..pages.buffers import BUFFERS
 from .connections import Connection, Connections, Times
 from .web import describe_answer, parse_content_range
 
@@ -32,7 +33,7 @@ _SIGNATURE_S = 240.0
 _IDLE_TOO_LONG = 408  # what some proxies write before they close a connection that was idle
 _MOST_SIGNATURES = 10_000
 _ERROR_BYTES = 64 << 10
-# Memory for more than this is taken when the server has said that there are so many bytes.
+# Memory for more than this is taken only when the server has announced that many bytes.
 _READY_BYTES = 64 << 20
 _REFUSED = frozenset({400, 401, 403})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -50,7 +51,7 @@ _PLAIN_CLIENT = frozenset(
 _FOREIGN_VARIABLES = re.compile(r"(?i)AWS_(SKIP_SIGNATURE|S3_EXPRESS|SERVER_SIDE_ENCRYPTION|SSE_.*|PROXY_.*|HTTP2_.*)")
 
 
-def why_not(scheme: str, origin: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> str | None:
+def fallback_reason(scheme: str, origin: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> str | None:
     """Explain in a word or two why obstore must read a store's ranges; None if they are read directly.
 
     ``config`` and ``client`` are options as `penstock.storage.options` resolves them.

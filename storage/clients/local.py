@@ -16,10 +16,10 @@ from typing import Any
 from ..checks import changed_before_write, check_etag, check_inside, check_key, check_length, where
 from ..errors import AccessDeniedError, NotFoundError, StorageError, StoreUnavailableError
 from ..files import TEMPORARY_PREFIX, locked_folder, read_at, replacing, write_all
+from ..memory import libc
+from ..memory.file_maps import FileMaps
+from ..memory.mapped import can_map, map_range
 from ..options import MappedReads
-from ..pages import libc
-from ..pages.file_maps import FileMaps
-from ..pages.mapped import can_map, map_range
 from ..ranges import read_ranges
 from ..store import ByteRange, ObjectInfo
 
@@ -54,7 +54,7 @@ class _OpenFile:
 class LocalStore:
     """Files below a folder. Mutable state: the last open files, under a lock, and those that are mapped.
 
-    ``maps``: whether parts of files may be mapped, to copy from; "views": also to be looked at for long.
+    ``maps``: whether parts of files may be mapped, to copy from; "views": also to be read in place later.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, open_files: int = OPEN_FILES, maps: MappedReads = True) -> None:
@@ -103,7 +103,7 @@ class LocalStore:
     def map(self, key: str, byte_range: ByteRange, *, etag: str) -> memoryview | None:
         """As ``get``, the file's pages themselves; None where that cannot be done safely.
 
-        `penstock.storage.pages.mapped` says when that is. What is written to the file later shows through: ask
+        `penstock.storage.memory.mapped` says when that is. What is written to the file later shows through: ask
         ``check_unchanged`` before they are used, and after.
         """
         check_key(self.url, key)
@@ -125,7 +125,7 @@ class LocalStore:
         self._file_maps.limit(nbytes)
 
     def _map(self, file: _OpenFile, start: int, nbytes: int) -> memoryview | None:
-        if self.maps_views:  # who writes to one must not change another of the same part
+        if self.maps_views:  # a write to one must not change another of the same part
             return map_range(file.fd, start, nbytes, private=True)
         return self._file_maps.map(file.fd, file.identity, file.identity[1], start, nbytes)
 
@@ -252,7 +252,7 @@ class LocalStore:
             except OSError as exc:
                 if exc.errno not in (errno.ENOENT, errno.ELOOP):
                     raise
-                # A link to nothing is listed, so that who wants what it should lead to is told, and not given less.
+                # A dangling link is listed, so that a read of it fails, in place of a silent gap.
                 if entry.is_symlink() and key.startswith(prefix):
                     found.append(ObjectInfo(key, 0, _etag((0, 0, 0, 0))))
 

@@ -13,7 +13,7 @@ _LOG = logging.getLogger(__name__)
 _NAMED = 3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
-_warned: set[str] = set()  # the places whose odd keys this process has told of
+_warned: set[str] = set()  # the places whose odd keys this process has warned of
 
 
 def has_name(key: str) -> bool:

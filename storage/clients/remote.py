@@ -28,11 +28,11 @@ from ..checks import (
 from ..errors import NotFoundError, ObjectChangedError, ShortReadError, StorageError, UnsupportedURLError
 from ..options import DIRECT_OPTION, configure, environment_secrets, find_secrets, is_s3, is_true, limit_options
 from ..ranges import read_ranges
-from ..retrying.patience import TimeLimit
+from ..retrying.adaptive_timeout import TimeLimit
 from ..store import ByteRange, ObjectInfo, byte_view
 from ..urls import WEB_SCHEMES, decode_path, parse_remote
 from .autoindex import list_index
-from .direct import DirectReads, plain_urls, sign_with, times_of, why_not
+from .direct import DirectReads, fallback_reason, plain_urls, sign_with, times_of
 from .odd_keys import has_name, leave_out_odd
 from .remote_errors import Translator
 from .shared import open_shared
@@ -113,7 +113,7 @@ class RemoteStore:
         self._carrier = self._web if client.get("default_headers") else None
         self.indirect: str | None = f"{DIRECT_OPTION}=False"
         if self._options.get(DIRECT_OPTION) is None or is_true(self._options[DIRECT_OPTION]):
-            self.indirect = why_not(scheme, origin, config, client)
+            self.indirect = fallback_reason(scheme, origin, config, client)
         self._direct = direct
         if self.indirect is None:
             self._times = times_of(client)

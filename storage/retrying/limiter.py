@@ -27,8 +27,8 @@ SEARCH_S = (0.004, 0.02)
 # So many places are kept from one request to the next, while others of the process run and no process waits: that saves
 # two system calls a request.
 KEPT = 2
-# A process that has waited so long for its only request sends it without a place: whatever holds the places, a stopped
-# process perhaps, slows the others down but does not stop them.
+# A process that has waited this long for its only request sends it without a place: whatever holds the places, a
+# stopped process perhaps, slows the others down but does not stop them.
 PATIENCE_S = 5.0
 
 _SWITCH = "PENSTOCK_NODE_REQUESTS"

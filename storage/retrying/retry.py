@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -28,10 +29,9 @@ from ..ranges import coalesce, split
 from ..store import ByteRange, ObjectInfo, Store
 from ..threads.daemon_pool import DaemonPool, PoolClosedError
 from ..threads.interruptible import Event
-from .config import RetryConfig, RetryCounts
+from .adaptive_timeout import AdaptiveTimeout, TimedStore, TimeLimit
 from .hedge import HedgeBudget, LatencyBook, Race
 from .limiter import limiter_of
-from .patience import Patience, TimedStore, TimeLimit
 
 T = TypeVar("T")
 _Views = list[memoryview]  # inside the class, list is a verb
@@ -52,10 +52,55 @@ DOUBTED = 2
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryConfig:
+    """Limits on the time, number and concurrency of tries.
+
+    ``deadline_s`` covers a call with all its tries. A try is broken off after ``idle_timeout_s`` without a byte, or
+    when the whole response comes at less than ``min_bytes_per_s``: after 12 s for up to 4 MiB, 24 s for up to 16 MiB,
+    and so on in doublings. The next try gets twice the time, and so does every try while a whole host is slow. A
+    try that begins within the deadline may end after it. Calls that last longer than ``warn_after_s`` are logged as
+    warnings.
+
+    A second request is sent when the first takes three times the 95th percentile of its size's latencies and at least
+    ``hedge_floor_s``, or a quarter of its time where no latencies are known. ``hedge_share`` limits second requests
+    that do not win to a share of all requests; 0 turns them off.
+    """
+
+    deadline_s: float = 120.0
+    idle_timeout_s: float = 8.0
+    min_bytes_per_s: float = float(1 << 20)
+    first_delay_s: float = 0.1
+    max_delay_s: float = 10.0
+    max_running: int = 64
+    hedge_share: float = 0.05
+    hedge_floor_s: float = 0.02
+    warn_after_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.deadline_s < 0 or not 0 <= self.first_delay_s <= self.max_delay_s:
+            raise ValueError(f"{self}: needs deadline_s >= 0 and 0 <= first_delay_s <= max_delay_s")
+        if not self.idle_timeout_s > 0 or not self.min_bytes_per_s > 0 or self.warn_after_s < 0:
+            raise ValueError(f"{self}: needs idle_timeout_s > 0, min_bytes_per_s > 0 and warn_after_s >= 0")
+        if self.max_running < 1 or not 0 <= self.hedge_share <= 1 or self.hedge_floor_s < 0:
+            raise ValueError(f"{self}: needs max_running >= 1, hedge_share in [0, 1] and hedge_floor_s >= 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryCounts:
+    """Requests, and what was done beyond one request per call, since the store was opened."""
+
+    requests: int
+    retries: int
+    throttled: int
+    hedges: int
+    hedges_won: int
+
+
 class RetryStore:
     """A store that retries requests to another one.
 
-    Mutable state: counts, latencies, budget and patience, under their locks; threads. A request that was abandoned, or
+    Mutable state: counts, latencies, budget and timeout, under their locks; threads. A request that was abandoned, or
     lost to a second one, keeps its thread and its place in the limit until its time is over, also past ``close()``.
     """
 
@@ -73,7 +118,7 @@ class RetryStore:
         self.limiter = limiter_of(self._host, self._config.max_running)
         self._latencies = LatencyBook()
         self._budget = HedgeBudget(self._config.hedge_share)
-        self._patience = Patience(self._config.idle_timeout_s, self._config.min_bytes_per_s)
+        self._timeout = AdaptiveTimeout(self._config.idle_timeout_s, self._config.min_bytes_per_s)
         self._timed = inner if isinstance(inner, TimedStore) else None
         self._reached = self._granted = False
         self._warned_at = float("-inf")
@@ -199,12 +244,12 @@ class RetryStore:
         started = time.monotonic()
         tries = doubted = 0
         while True:
-            deadline_s = self._patience.deadline_s(config.deadline_s, size_bytes)
+            deadline_s = self._timeout.deadline_s(config.deadline_s, size_bytes)
             left_s = deadline_s - (time.monotonic() - started)
             if self._closing.is_set() or not self.limiter.acquire(left_s):
                 raise self._give_up(None, tries, started, deadline_s)
             tries += 1
-            limit = self._patience.limit(size_bytes, tries, left_s)
+            limit = self._timeout.limit(size_bytes, tries, left_s)
             if is_sent:
                 limit = TimeLimit(limit.total_s, limit.total_s)
             try:
@@ -238,7 +283,7 @@ class RetryStore:
     def _note_failure(self, exc: StorageError) -> None:
         if not isinstance(exc, (StoreUnreachableError, StoreTimeoutError)):
             self._reached = True
-        is_slow = isinstance(exc, StoreTimeoutError) and self._patience.note_timeout()
+        is_slow = isinstance(exc, StoreTimeoutError) and self._timeout.note_timeout()
         if isinstance(exc, ThrottledError) or is_slow:
             self.limiter.note_throttled()
         if isinstance(exc, ThrottledError):
@@ -264,7 +309,7 @@ class RetryStore:
         if hedge_bytes is not None:
             self._latencies.add(hedge_bytes, took_s)
         self._reached = self._granted = True
-        self._patience.note_success(took_s, limit)
+        self._timeout.note_success(took_s, limit)
         self.limiter.note_success(took_s)
         return result
 

@@ -103,7 +103,7 @@ class DaemonPool:
         return self._max_threads
 
     def limit(self, max_threads: int) -> None:
-        """Run at most so many jobs at a time from now on. Threads that are too many end with the job that they run."""
+        """Change the number of jobs that run at a time. Surplus threads end with the job that they run."""
         if max_threads < 1:
             raise ValueError(f"max_threads={max_threads}: needs 1 or more")
         with self._lock:
@@ -119,7 +119,7 @@ class DaemonPool:
         """End the threads when the jobs submitted so far are done or cancelled; wait at most ``timeout_s`` in total.
 
         ``timeout_s=None`` waits as long as the jobs take; with ``cancel`` those that have not begun are cancelled.
-        A job may call this; further calls do nothing, but go on where an interrupt ended one.
+        A job may call this; further calls do nothing, but finish a call that an interrupt ended.
         """
         if sys.is_finalizing():  # a generator that closes it ends with the interpreter, when no other thread runs
             return

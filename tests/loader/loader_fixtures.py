@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 _names = itertools.count()
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.loader.metrics import Counters, Levels, LoaderMetrics, Totals, find_bottleneck
-from penstock.storage.telling.counts import StoreCounts
-from penstock.storage.telling.timeline import Timeline
+from penstock.storage.observability.counts import StoreCounts
+from penstock.storage.observability.timeline import Timeline
 
 
 def test_sums_of_many_threads_are_complete() -> None:

@@ -28,7 +28,7 @@ from penstock.loader import (
     serve_metrics,
 )
 from penstock.storage.errors import ThrottledError
-from penstock.storage.memory import Fault, MemoryStore
+from penstock.storage.memory_store import Fault, MemoryStore
 
 
 @pytest.fixture

@@ -260,7 +260,7 @@ def test_a_field_that_takes_little_of_its_chunk_is_copied(tmp_path):
 HOARD = """
 import sys
 from penstock.loader import DistributedDataLoader
-from penstock.storage.telling.process_usage import peak_resident_bytes
+from penstock.storage.observability.process_usage import peak_resident_bytes
 with DistributedDataLoader(sys.argv[1], batch_size=16, decode=None, raw="view", memory_limit="48MB") as loader:
     next(iter(loader))
     before = peak_resident_bytes()

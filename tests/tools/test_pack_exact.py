@@ -19,7 +19,7 @@ from packed_samples import read_samples
 from penstock import pack
 from penstock.loader import DatasetError
 from penstock.loader.formats.arrow.columns import describe_type
-from penstock.tools.packing.times import time_texts
+from penstock.tools.packing.values import time_texts
 
 DAY, MOMENT = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 5)
 ZONED = MOMENT.replace(tzinfo=datetime.UTC)

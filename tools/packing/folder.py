@@ -58,7 +58,7 @@ class FolderSource:
         self._ordinals = {} if labelled else {name: ordinal for ordinal, name in enumerate(self.classes)}
         self.total: int | None = len(self._samples)
         self.identity: Any = ["folder", [[info.key, info.size, info.etag] for info in files]]
-        # What names other samples than the first dots do; added only then, so that packs of before go on.
+        # Only extensions that name other samples than the first dots do, so that packs of older releases resume.
         self.identity += [list(extensions)] if extensions else []
         self.identity += grouped.notes
         self.has_members = True

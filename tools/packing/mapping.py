@@ -149,7 +149,7 @@ def _name(item: Any, ordinal: int) -> str:
 def transformed(
     batches: Iterable[Batch], transform: Transform, processes: int, *, first: int = 0, begin: tuple[int, int] = (-1, 0)
 ) -> Generator[Mapped, None, None]:
-    """Every batch transformed, in order. With ``processes``, by so many of them; the results are the same.
+    """Transform every batch, in order. With ``processes``, in that many processes; the results are the same.
 
     ``first`` is the ordinal of the first sample; parts before ``begin``, a (piece, number), are left out.
 

@@ -25,9 +25,9 @@ class SampleSource(Protocol):
     """A stream of samples in a fixed order.
 
     ``total``: the samples, None if not known. ``identity``: JSON-able, changes with the content; None if the content
-    cannot be told again. ``hints``: types that tables should have. ``classes``: the names for the numbers in ``cls``.
-    ``has_members``: values are the bytes of files, named as files are. ``notes``: what the user should know of how the
-    source was understood.
+    cannot be recognised. ``hints``: types that tables should have. ``classes``: the names for the numbers in ``cls``.
+    ``has_members``: values are the bytes of files, named as files are. ``notes`` tell the user how the source was
+    understood.
     """
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...loader.formats.names import CODEC_SUFFIXES, has_suffix, is_hidden, is_sy
 from ...loader.formats.shard import ShardFormat
 from ...loader.formats.tokens import index_keys
 from ...storage import NotFoundError, ObjectInfo, Store
+from ...storage.errors import PenstockError
 from ...storage.files import in_home
 from ...storage.suggestions import unknown_choice
 from .dialect import TAB_SUFFIXES, TABLE_SUFFIXES
@@ -25,6 +27,10 @@ from .samples import IterableSource, SampleSource, SourceOptions
 from .target import OWN_NAME
 
 _URL = re.compile(r"[a-z0-9+.-]+://\S+")
+# A loader's arguments, and the command line's, that are called otherwise here, as what is written has its own.
+_ARGUMENT = re.compile(r"(?<![\w.(])(format|storage_options)(?==)")
+_OPTION = re.compile(r"(?<![\w-])--(format|seq-len|dtype|eos|storage-option)(?![\w-])")
+_COMMAND = re.compile(r"(`[^`]*`)")
 COMPRESSED_JSON = tuple(".json" + codec for codec in CODEC_SUFFIXES)
 # What other tools leave beside shards; no samples.
 _BESIDE = ("index.json", "dataset_info.json", "state.json", "dataset_dict.json", "license", "readme.md")
@@ -215,3 +221,19 @@ def _mixed(store: Store, name: str, shard: str, other: str) -> str:
         f"source_format={name!r} (--source-format {name}) for the {name} files, or source_format='files' "
         "(--source-format files) for every file as a field of a sample"
     )
+
+
+@contextmanager
+def named_source() -> Iterator[None]:
+    """Errors from inside name the arguments of the source."""
+    try:
+        yield
+    except PenstockError as exc:
+        exc.args = tuple(_name_source(each) if isinstance(each, str) else each for each in exc.args)
+        raise
+
+
+def _name_source(message: str) -> str:
+    parts = _COMMAND.split(message)  # what is another command, which has options of its own, stays as it is
+    parts[::2] = [_OPTION.sub(r"--source-\1", _ARGUMENT.sub(r"source_\1", part)) for part in parts[::2]]
+    return "".join(parts)

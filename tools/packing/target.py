@@ -1,7 +1,7 @@
 """The target of ``pack``: shards put one by one, and in the manifest's place a note of how far they go.
 
 The note is the line that tells readers of an unfinished data set, then one line of JSON, then the manifest of the
-shards so far. A pack that is run again with the same source and options goes on from there.
+shards so far. A pack that is run again with the same source and options resumes there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...loader.formats.detect import format_by_name
 from ...loader.formats.shard import ChunkRef, ShardFormat, ShardIndex, ShardTask
 from ...loader.reading.checksum import manifest_sums, sum_chunk, with_sums
 from ...storage import NotFoundError, ObjectInfo, Store
-from ...storage.memory import MemoryStore
+from ...storage.memory_store import MemoryStore
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Thread
 from .writer import Shard
@@ -63,7 +63,7 @@ class Written:
 
 
 class Target:
-    """The folder that is packed into. ``job`` tells the source and options from others; None: never to be gone on."""
+    """Folder that is packed into. ``job`` identifies the source and options; None: the pack can never be resumed."""
 
     def __init__(self, store: Store, shard_format: ShardFormat, suffix: str, *, job: str | None, checksums: bool):
         self.written: list[Written] = []
@@ -77,7 +77,7 @@ class Target:
         self._saved_at = 0.0
 
     def begin(self, *, overwrite: bool) -> None:
-        """Check that the target may be written to, find out where to go on, and mark it as unfinished.
+        """Check that the target may be written to, find the resume point, and mark the target as unfinished.
 
         Raises:
             DatasetError: it holds something else.

@@ -16,7 +16,7 @@ Sample = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A shard's bytes. ``stop``: the units in it and in all before it; ``state``: what another writer needs to go on.
+    """Bytes of a shard. ``stop``: the units in it and all before it; ``state``: what another writer needs to continue.
 
     ``hint`` is what the index of its format needs.
     """

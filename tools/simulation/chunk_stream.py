@@ -1,4 +1,4 @@
-"""An epoch's chunks laid end to end: of a data set that is there, or of one made up, which no array has to hold."""
+"""An epoch's chunks laid end to end: of a real data set, or of a made-up one that no array has to hold."""
 
 from __future__ import annotations
 

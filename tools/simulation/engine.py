@@ -202,7 +202,7 @@ class Engine:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _gather(self, rank: int, now: float) -> None:
-        """Gather the spans that are there, as far as the queue of batches has room for what came before."""
+        """Gather the spans that have arrived, as far as the queue of batches has room for earlier ones."""
         while (span := self._span[rank]) < self._spans:
             cell = rank * (self._spans + 1) + span
             if self._missing[cell]:

@@ -37,7 +37,7 @@ def schedule_reads(
 ) -> Schedule:
     """The reads of the steps that ``spans`` has the span of: (steps,) int64.
 
-    Where a shuffle puts a chunk's first sample in its window is drawn, as the first of so many random places.
+    The place of a chunk's first sample in its window is drawn: the first of as many random places as it has samples.
     """
     rng = np.random.default_rng(seed)
     identities = stream.identities(np.arange(stream.num_chunks, dtype=np.int64)) if order.piece else None
@@ -118,7 +118,7 @@ def _lane_starts(num_samples: int, turns: IntArray) -> IntArray:
 
 
 def _expand(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """For each of so many parts: whose it is, and its number from 0."""
+    """Owner and number from 0 of each part, for owners with these counts of parts."""
     which = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
     return which, np.arange(len(which), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
 

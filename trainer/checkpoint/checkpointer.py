@@ -28,7 +28,6 @@ from ..ranks.world import World
 from .config import CheckpointConfig
 from .folder import EXTRA_NAME, read_manifest
 from .place import Place, Snapshot
-from .plain import encode_plain
 from .remote.bucket import Bucket
 from .retention import Retention
 from .settings import Settings
@@ -46,6 +45,10 @@ from .state import (
 # Before 2.13 a stager forgot how to copy after its first use.
 _STAGERS_STAY = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
+_CURE = (
+    "Use mappings with text as keys, lists, text, numbers, True, False and None, in a loader's state_dict too, and "
+    "turn them back where the state is loaded; keep tensors in model or rank_state"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -133,7 +136,7 @@ class Checkpointer:
         failed so far.
 
         On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, or if an object
-        store does not take it, a save that is not ``blocking`` leaves a note, so that training can go on.
+        store does not take it, a save that is not ``blocking`` leaves a note, so that training can continue.
 
         Raises:
             CheckpointError: the state cannot be written, or the save before this one failed.
@@ -328,3 +331,39 @@ class Checkpointer:
             yield
         finally:
             self.entered("resume")
+
+
+def encode_plain(extra: Any) -> str:
+    """Encode as JSON what JSON gives back unchanged: the loader's state and the counts.
+
+    Raises:
+        CheckpointError: JSON would change something; names the place and the value's type.
+    """
+    try:
+        text = json.dumps(extra)
+    except (TypeError, ValueError) as exc:
+        place = None if isinstance(exc, ValueError) else _find_changed(extra, "extra")  # the other is of a circle
+        raise CheckpointError(f"extra cannot be written as JSON: {place or exc}. {_CURE}") from exc
+    changed = _find_changed(extra, "extra")
+    if changed is not None:
+        raise CheckpointError(f"extra cannot be written as JSON: {changed}. {_CURE}")
+    return text
+
+
+def _find_changed(value: Any, place: str) -> str | None:
+    """Describe the first place that would come back as something else, or not at all; None if there is none."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if not isinstance(key, str):
+                return f"{place} has the key {key!r} ({type(key).__name__}), which would come back as text"
+            if (found := _find_changed(one, f"{place}[{key!r}]")) is not None:
+                return found
+        return None
+    if isinstance(value, list):
+        changed = (_find_changed(one, f"{place}[{index}]") for index, one in enumerate(value))
+        return next((found for found in changed if found is not None), None)
+    if isinstance(value, tuple):
+        return f"{place} is a tuple, which would come back as a list"
+    return (
+        None if value is None or isinstance(value, str | int | float) else f"{place} is of type {type(value).__name__}"
+    )

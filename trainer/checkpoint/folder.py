@@ -71,7 +71,7 @@ def list_steps(folder: Path) -> list[int]:
 def remove_leftovers(folder: Path, *, with_probes: bool = False) -> tuple[list[str], list[str]]:
     """Delete what killed saves left behind, and what was hidden; whole checkpoints and foreign files stay.
 
-    ``with_probes``: at a run's start. Later, one that is there is of another run that starts, and will be refused.
+    ``with_probes``: at a run's start. A later probe belongs to another run that starts, and will be refused.
 
     Returns the names of what is gone, and a sentence for what could not be deleted, which is left for another time. A
     step whose replacement was interrupted between two renames is brought back first: the new save if it is whole, else

@@ -1,4 +1,4 @@
-"""One run at a time on a checkpoint folder: a lock that says who holds it, and that ends with its holder."""
+"""Lock of a checkpoint folder, for one run at a time: it names its holder, and ends with it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Place(Protocol):
     def verify(self, step: int, needs: Needs, alone: Alone) -> tuple[Path, str]:
         """The folder where this rank reads a checkpoint, and what is damaged of it, the same on every rank; or ''.
 
-        What lies there may be reading's share alone, and is there until ``release``.
+        The folder may hold only the part to read, and lives until ``release``.
         """
         ...
 

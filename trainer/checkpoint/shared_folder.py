@@ -20,10 +20,10 @@ from .folder import (
     remove_leftovers,
     step_folder,
 )
+from .free_space import check_room
 from .lock import FolderLock
 from .place import Alone, Needs, Snapshot
 from .retention import Retention
-from .room import check_room
 from .writer import CheckpointWriter
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ one zero stage and world size loads at any other. Reading is not a collective: e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
-from .formats import describe_conversions, is_other_kind
 from .groups import collect_groups, describe_differing, describe_saved_groups, find_group
 from .optimizer_state import (
     OPTIMIZER,
@@ -43,6 +42,7 @@ from .settings import Settings, copy_settings, pack_settings, settle_settings, u
 from .traffic import open_reader
 
 MODEL, RANKS, EMA, SETTINGS, UNSTEPPED = "model", "ranks", "ema", "settings", "unstepped"
+_NAMED_CONVERTED = 3
 _NAMED_DIFFERENCES = 5
 
 
@@ -323,3 +323,44 @@ def _refuse_other(
             f"{folder} is of another {part}: {'; '.join(differences[:_NAMED_DIFFERENCES])}{more}; "
             f"build the {part} that was saved, or give another checkpoint folder"
         )
+
+
+def describe_conversions(model_state: Mapping[str, object], prefix: str, metadata: Metadata) -> list[str]:
+    """One sentence for each pair of formats between which reading converts, with the names of what is converted.
+
+    ``prefix`` stands before the names of ``model_state`` in the checkpoint.
+    """
+    converted: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    for name, here, there in _dtype_pairs(model_state, prefix, metadata):
+        if here != there:
+            converted.setdefault((there, here), []).append(name)
+    sentences = []
+    for (there, here), names in converted.items():
+        more = f" and {len(names) - _NAMED_CONVERTED} more" if len(names) > _NAMED_CONVERTED else ""
+        sentences.append(
+            f"{', '.join(names[:_NAMED_CONVERTED])}{more}: {_dtype_name(here)} in this model, where the checkpoint had "
+            f"{_dtype_name(there)}; the values are converted, and what follows is not as in an unbroken run"
+        )
+    return sentences
+
+
+def is_other_kind(here: torch.dtype, there: torch.dtype) -> bool:
+    """Return whether only one is complex, floating or integral, so that a conversion would lose values."""
+    return _kind_of_dtype(here) != _kind_of_dtype(there)
+
+
+def _dtype_pairs(
+    model_state: Mapping[str, object], prefix: str, metadata: Metadata
+) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
+    for name, value in model_state.items():
+        saved = metadata.state_dict_metadata.get(prefix + name)
+        if isinstance(value, Tensor) and isinstance(saved, TensorStorageMetadata):
+            yield name, value.dtype, saved.properties.dtype
+
+
+def _kind_of_dtype(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_complex, dtype.is_floating_point
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

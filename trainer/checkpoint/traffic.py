@@ -49,7 +49,7 @@ def open_reader(folder: Path) -> FileSystemReader:
 class CountedFile(io.FileIO):
     """A file whose traffic is counted in pieces; ``error`` is the first error of a write.
 
-    What was written is synced every so many bytes: the sync at the end, which shows no progress, then stays short.
+    Written bytes are synced in portions, so that the final sync, which shows no progress, stays short.
     """
 
     error: OSError | None = None

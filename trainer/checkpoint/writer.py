@@ -31,9 +31,9 @@ from .folder import (
     write_manifest,
     write_text_durably,
 )
+from .free_space import delete_oldest, describe_full_disk, is_full_disk, naming_a_full_disk
 from .place import Snapshot
 from .retention import Retention
-from .room import delete_oldest, describe_full_disk, is_full_disk, naming_a_full_disk
 from .traffic import open_writer
 
 
@@ -79,7 +79,7 @@ class CheckpointWriter:
         self._noted = left
 
     def _tidy(self, damaged: set[int]) -> list[str]:
-        """Delete what need not stay; the checkpoint is written, so that what fails here is but told."""
+        """Delete what need not stay. The checkpoint is already written, so failures here are only noted."""
         try:
             failures = prune_folder(self._folder, self._retention, damaged=damaged)
             return failures + remove_leftovers(self._folder)[1]

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import TrainerConfigError
 from ..options import check_range
-from ..randomness import Generator, GeneratorStates, find_generators
 from ..ranks.world import World
+from ..reproducibility import Generator, GeneratorStates, find_generators
 from .blocks import find_blocks
 from .model import ParallelConfig
 

@@ -40,7 +40,7 @@ class AveragingConfig:
 
 
 class PeriodicAverager:
-    """Averages model and optimizer over the ranks after every so many steps; all its methods are collectives.
+    """Averages model and optimizer over the ranks every ``average_every`` steps; all its methods are collectives.
 
     The model must be bare: under DDP or ``fully_shard`` the gradients are exchanged already. Parameters, floating-point
     buffers (a batch norm's statistics) and the optimizer's floating-point state become the exact mean over the ranks,

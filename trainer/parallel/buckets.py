@@ -17,7 +17,7 @@ _BUCKETS = 4
 def choose_bucket_mb(whole_mb: float, largest_mb: float) -> float:
     """The size of buckets, in MiB, for ``whole_mb`` of gradients: a quarter, from 1 MiB to ``largest_mb``.
 
-    A bucket is exchanged while backward goes on, but for the last, which everything waits for. A model that fits into
+    A bucket is exchanged while backward runs, except for the last, which everything waits for. A model that fits into
     one bucket would hide nothing.
     """
     return min(largest_mb, max(_LEAST_MB, whole_mb / _BUCKETS))
@@ -63,7 +63,7 @@ def settle_buckets(model: DistributedDataParallel, sparse: Collection[Tensor] = 
         with _without_hooks(trained):
             # DDP with device_ids, as on CUDA, cannot call a module without inputs (pytorch/pytorch#37814).
             model(stand_in.first_row).backward()
-            # DDP regroups at the beginning of the next forward. Without a backward after it DDP would go on waiting,
+            # DDP regroups at the beginning of the next forward. Without a backward after it DDP would keep waiting,
             # and exchange the gradients of a first microbatch that belongs to no_sync.
             model(stand_in.first_row).backward()
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,10 @@ from ..ranks.world import World
 from .blocks import find_blocks
 from .buckets import choose_bucket_mb, settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
-from .entry import EngineEntry, return_no_views
-from .gathered import list_rounded, set_formats
-from .held import carry_attributes
-from .limits import (
+from .checks.attributes import carry_attributes
+from .checks.forward import EngineEntry, return_no_views
+from .checks.in_place import ForwardWrites, check_renormalised
+from .checks.limits import (
     check_exchangeable,
     check_optimizer,
     check_trainable,
@@ -31,6 +32,9 @@ from .limits import (
     named_if_formats_differ,
     named_if_not_replicated,
 )
+from .checks.parameters import check_same_model
+from .checks.usage import ModuleOrder, ParameterUsage
+from .gathered import list_rounded, set_formats
 from .materialise import Initialiser, Materialiser
 from .meta import move_values
 from .precision import (
@@ -40,10 +44,6 @@ from .precision import (
     check_reducible,
     list_batch_norms,
 )
-from .prefetch import Prefetch
-from .same import check_same_model
-from .usage import ModuleOrder, ParameterUsage
-from .written import ForwardWrites, check_renormalised
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -91,6 +91,43 @@ class ParallelConfig:
                 f"parallel.unused_parameters=True is an option of zero=0, and parallel.zero={self.zero}; leave it out: "
                 "sharded parameters may stay unused"
             )
+
+
+class Prefetch:
+    """With ``overlap`` each sharded module's forward begins to gather the weights of the one after it.
+
+    What is gathered for a forward that does not come waits for the next one, or for the end of a backward.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: Sequence[FSDPModule], precision: PrecisionConfig, *, overlap: bool
+    ) -> None:
+        # Batch norms are small: gathering each ahead of its time would only cost calls.
+        norms = set() if precision.dtype == "fp32" else set(map(id, list_batch_norms(model)))
+        sharded = [module for module in modules if id(module) not in norms]
+        self._modules = modules
+        self._pairs = list(pairwise(sharded[1:])) if overlap else []
+        for module, following in self._pairs:
+            module.set_modules_to_forward_prefetch([following])
+        for module in [] if overlap else sharded:
+            # Prefetching the module itself is a no-op that replaces the implicit prefetch.
+            module.set_modules_to_backward_prefetch([module])
+
+    @contextmanager
+    def without_backward(self) -> Iterator[None]:
+        """Leave no weights gathered after forwards that no backward follows: it would free them, and end what waits.
+
+        Within this nothing is gathered ahead of a forward.
+        """
+        for module, _ in self._pairs:
+            module.set_modules_to_forward_prefetch([])
+        try:
+            yield
+        finally:
+            for one in self._modules:  # with zero=1 and 2 forward leaves them whole
+                one.reshard()
+            for module, following in self._pairs:
+                module.set_modules_to_forward_prefetch([following])
 
 
 class ParallelModel:

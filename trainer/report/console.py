@@ -18,9 +18,9 @@ _UNTOLD = ("start", "resume", "failure")
 
 
 class ProgressLine:
-    """The newest numbers on one line, overwritten on a terminal, where it stays below what else is told.
+    """Progress line with the newest numbers, overwritten on a terminal, where it stays below other output.
 
-    Elsewhere each goes on a new line, more rarely.
+    Elsewhere each is printed on a new line, less often.
     """
 
     def __init__(self, *, every_s: float, total_steps: int | None, stream: TextIO | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...storage.telling.process_usage import peak_resident_bytes, resident_bytes
+from ...storage.observability.process_usage import peak_resident_bytes, resident_bytes
 
 
 def measure_memory(device: torch.device) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
-from ...storage.telling.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
+from ...storage.observability.metrics_server import LOOPBACK, MetricsServer, Number, OpenToOthersError, metric_name
 from ..errors import TrainerConfigError
 from .records import Values, spell
 from .status.rank_status import RankStatus, State

@@ -40,7 +40,7 @@ class Recorder:
 
     All mutable state: the window of steps since the last record, the pace of all, the mean loss of the window before,
     what a sample costs to compute, the seconds of evaluations and saves that were recorded, what writes this rank's
-    status, whether observers are being told, and whether they are closed.
+    status, whether observers are being called, and whether they are closed.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ AnyValue = TypeVar("AnyValue")
 
 
 class TemporaryObserverError(TrainerError):
-    """Raised by an observer that missed a record and can go on: it stays, and its message is noted."""
+    """Raised by an observer that missed a record but can continue: it stays, and its message is noted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class EvaluationRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord(Record):
-    """A save: ``state`` is "written", or "being written" where that goes on in the background."""
+    """A save: ``state`` is "written", or "being written" in the background."""
 
     kind: ClassVar[str] = "checkpoint"
 
@@ -137,7 +137,7 @@ class EndRecord(Record):
     stopped_by: str | None = None
     """The signal that ended training before its end, such as "SIGTERM"."""
     resumes_at: int | None = None
-    """The step at which a new start goes on then; None where no checkpoints are kept."""
+    """The step at which a new start resumes; None where no checkpoints are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch.profiler, for chrome://tracing, Perfetto or TensorBoard, while training goes on."""
+"""Traces of a few steps by torch.profiler, for chrome://tracing, Perfetto or TensorBoard, during training."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _TAG_CHARACTERS = 5000
 
 
 class WandB:
-    """Logs to a Weights & Biases run, whose id is kept in output_dir so that a restart goes on with it.
+    """Logs to a Weights & Biases run, whose id is kept in output_dir so that a restart continues it.
 
     The environment says the rest: WANDB_MODE=offline, WANDB_NAME, WANDB_ENTITY, WANDB_API_KEY.
 
@@ -63,7 +63,7 @@ class WandB:
 
 
 class MLflow:
-    """Logs to an MLflow run, whose id is kept in output_dir so that a restart goes on with it.
+    """Logs to an MLflow run, whose id is kept in output_dir so that a restart continues it.
 
     The server is MLFLOW_TRACKING_URI; without it, MLflow's own default.
 

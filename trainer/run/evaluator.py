@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..config import TrainerConfig
-from ..determinism import deterministic_kernels
 from ..evaluation.evaluate import Evaluation, evaluate
 from ..parallel.model import ParallelModel
-from ..randomness import seed_step
 from ..report.progress import Progress
 from ..report.recorder import Recorder
+from ..reproducibility import deterministic_kernels, seed_step
 from ..stopwatch import Stopwatch
 from .guard import Guard
 from .saver import Saver

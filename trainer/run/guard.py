@@ -1,26 +1,73 @@
-"""While training runs, signals are caught and every rank watches the others."""
+"""Guard a run: catch signals, watch the other ranks, and tell a long compilation or an early end from a hang."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ..checkpoint.traffic import TRAFFIC
 from ..errors import TrainerError
 from ..ranks.world import World
 from ..report.progress import Progress
 from ..stopwatch import Stopwatch
-from ..watch.compiling import COMPILING, PHASES
-from ..watch.epoch_end import find_stepping
+from ..watch.heartbeat import Beat
 from ..watch.stop_flag import StopFlag, TraceFlag
 from ..watch.watchdog import Activity, Advance, Watchdog
 
 _OF_BYTES = ("checkpoint", "checkpoint lock", "resume", "read checkpoint", "warm start", "export")
+_STEPPING = frozenset({"microbatches", "forward", "backward", "reduce", "optimizer"})
+_POLL_S = 0.02
+_LOOK_S = 0.25  # beats, a request or two for each rank, come less often than that
+PHASES = ("forward", "backward", "evaluate", "optimizer")
+"""Phases that compile: those that run something for the first time, or on other shapes."""
+
+
+class Compiling:
+    """Listens to torch.compile in this process; one is enough for it, and any thread may read it.
+
+    All mutable state: the seconds of compilations that are over, and since when one is under way. One thread compiles
+    at a time, and what it compiles on the way counts as part of it.
+    """
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (0.0, None)
+
+    def listen(self) -> None:
+        """Begin to listen, unless that was done; ``torch._dynamo.reset`` ends it."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._begin not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._begin)
+            callback_handler.register_end_callback(self._end)
+
+    def advance(self, limit_s: float) -> int:
+        """Progress that grows while something is compiled, for at most ``limit_s`` seconds of one compilation."""
+        over_s, since_s = self._state
+        running_s = 0.0 if since_s is None else min(time.monotonic() - since_s, limit_s)
+        return int(1000 * (over_s + running_s))
+
+    def activity(self) -> dict[str, Any]:
+        """Seconds of the compilation that is under way; empty if there is none."""
+        since_s = self._state[1]
+        return {} if since_s is None else {"compiling_s": round(time.monotonic() - since_s, 1)}
+
+    def _begin(self, arguments: object) -> None:
+        self._state = (self._state[0], time.monotonic())
+
+    def _end(self, arguments: object) -> None:
+        over_s, since_s = self._state
+        self._state = (over_s + (0.0 if since_s is None else time.monotonic() - since_s), None)
+
+
+COMPILING = Compiling()
+"""All that this process compiles."""
 
 
 class Guard:
@@ -73,7 +120,7 @@ class Guard:
         """See that all ranks end this epoch here, as this one does after fewer batches than its loader's length.
 
         Raises:
-            TrainerError: another rank goes on with this step, and would wait for this one.
+            TrainerError: another rank continues with this step, and would wait for this one.
         """
         if self._watchdog is None or self._world.world_size == 1:
             return
@@ -162,3 +209,34 @@ def list_advances(compiles_s: float) -> dict[str, Advance]:
         return COMPILING.advance(compiles_s)
 
     return dict.fromkeys(_OF_BYTES, count_bytes) | dict.fromkeys(PHASES, count_compilations)
+
+
+def find_stepping(store: PrefixStore, others: list[int], key: str, *, rank: int, step: int) -> int | None:
+    """Announce that this rank has no batch for ``step``; wait until no rank has one, or one is in that step.
+
+    ``store`` is a watchdog's, whose beats it reads, and ``key`` names this end of an epoch. Returns the rank that is in
+    the step, or None where there is none, or a verdict was spoken meanwhile. Not a collective.
+    """
+    store.set(f"{key}/{rank}", "")
+    ends = {other: f"{key}/{other}" for other in others}
+    seen: dict[int, int] = {}
+    looked_at_s = time.monotonic()
+    while not store.check(["verdict"]):
+        if store.check(list(ends.values())):  # all have ended, by one request
+            return None
+        if time.monotonic() - looked_at_s >= _LOOK_S:
+            looked_at_s = time.monotonic()
+            for other, end in ends.items():
+                if not store.check([end]) and _is_stepping(store, other, step, seen):
+                    return other
+        time.sleep(_POLL_S)
+    return None
+
+
+def _is_stepping(store: PrefixStore, other: int, step: int, seen: dict[int, int]) -> bool:
+    """Return whether the rank's beat shows the step; ``seen`` has its first beat, which may precede a rewind."""
+    if not store.check([f"beat/{other}"]):
+        return False
+    beat = Beat.from_text(store.get(f"beat/{other}"))
+    is_fresh = beat.sequence > seen.setdefault(other, beat.sequence)
+    return is_fresh and beat.details.get("step") == step and beat.phase in _STEPPING

@@ -18,7 +18,7 @@ def agree_on_length(
 ) -> int | None:
     """Batches of one epoch, the same on every rank, or None if the loader has no length; a collective.
 
-    ``enter`` is told that the loader is asked, and that it has answered.
+    ``enter`` is called when the loader is asked, and when it has answered.
 
     Raises:
         TrainerConfigError: the loader cannot be iterated, or the ranks' lengths differ.

@@ -21,8 +21,8 @@ class Rewinder:
     """Follows the losses, and rewinds training (Chowdhery et al. 2022, section 5.1); ``follow`` is a collective.
 
     Going back restores weights, optimizer, moving average, loss scale, counters and, by default, the schedule; the data
-    go on: nothing since the checkpoint comes again. The checkpoint is then saved anew with the new position, so that a
-    restart knows of it, and later ones are deleted. All mutable state: the watch, the rewinds so far, and whether a
+    continue: nothing since the checkpoint comes again. The checkpoint is then saved anew with the new position, for
+    restarts, and later ones are deleted. All mutable state: the watch, the rewinds so far, and whether a
     save waits until suspicious steps are decided.
     """
 

@@ -23,7 +23,7 @@ from ..parallel.ema import WeightEma
 from ..parallel.model import ParallelModel
 from ..report.progress import Progress
 from ..report.recorder import Recorder
-from ..steps.alike import refuse_unlike_weights
+from ..steps.consistency import refuse_unlike_weights
 from ..steps.finite import find_infinite_constants, refuse_weights
 from ..stopwatch import Stopwatch
 from ..weights.warm_start import load_weights
@@ -93,7 +93,7 @@ class Saver:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """All ranks have one model within this: what is evaluated is what is saved, and training goes on as without.
+        """Give all ranks one model within this, so that the evaluated model is the saved one; training is not affected.
 
         Raises:
             NonFiniteLossError: on every rank, if the last step's gradients were not finite.
@@ -213,7 +213,7 @@ class Saver:
         Raises:
             NonFiniteLossError: on every rank, if the last step's gradients were not finite, and that is to stop a run.
         """
-        self._settle()  # else the next step would be told of gradients that this takes back
+        self._settle()  # else the next step would learn of gradients that this takes back
         found = self.load_newest(at_most)
         if found is not None and self.checkpointer is not None:
             if self.averager is not None:

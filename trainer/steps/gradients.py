@@ -38,7 +38,7 @@ class Measured:
 class Gradients:
     """The gradients of a model's parameters; holds the parameters, and no gradient.
 
-    Those of ``optimizer`` make the norm; others that the model has are looked at only for whether they are finite.
+    Those of ``optimizer`` make the norm; the model's others are only checked for being finite.
     """
 
     def __init__(self, parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> None:

@@ -48,7 +48,7 @@ def check_loss(given: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
             f"the loss function returned a sum of {total.dtype}; it must be a real number, such as losses.abs().sum()"
         )
     if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_complex():
-        if count.device.type != "cpu":  # the ranks' sum is looked at, for which nobody waits
+        if count.device.type != "cpu":  # the ranks' sum is checked, which nobody waits for
             return total, count
         count = float(count.detach())
     elif not isinstance(count, numbers.Real):

@@ -119,7 +119,7 @@ def find_largest(fits: Callable[[int], bool], most: int) -> int:
 class Microbatches:
     """Cuts the batches of a step. Mutable state: the rows of a microbatch once they are known, and the ranks' group.
 
-    ``fits`` tells whether so many microbatches like a given one, one after another, fit here, without other ranks.
+    ``fits`` returns whether a number of microbatches like a given one, one after another, fit on this rank alone.
     ``memory`` says in words what that depends on; rows that were found are kept for a run that resumes with the same.
     """
 
@@ -199,7 +199,7 @@ class Microbatches:
             rows = min(found.rows, most)
             if is_alone(rows) or not found.alone:
                 return rows
-        first_rows(batch, 1)  # a batch that cannot be cut is told before it is tried
+        first_rows(batch, 1)  # a batch that cannot be cut is refused before it is tried
 
         def fits(rows: int) -> bool:
             return self._all(self._fits(first_rows(batch, rows), 1 if is_alone(rows) else 2))

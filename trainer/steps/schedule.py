@@ -160,7 +160,7 @@ class Schedule:
         return rates
 
     def end(self) -> None:
-        """Set the rates back to the base rates: another trainer may go on with the optimizer."""
+        """Reset the rates to the base rates: another trainer may continue with the optimizer."""
         for group, base in zip(self._optimizer.param_groups, self._base_rates, strict=False):
             if "lr" in group:  # a state that could not be loaded may have broken the groups
                 _set_rate(group, base)

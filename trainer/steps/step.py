@@ -16,11 +16,11 @@ from ..data.batches import count_rows
 from ..errors import NonFiniteLossError, TrainerError
 from ..options import check_choice, check_range
 from ..parallel.buffers import BufferCopies
-from ..parallel.known import KnownParameters
-from ..parallel.limits import named_if_it_fails
+from ..parallel.checks.limits import named_if_it_fails
+from ..parallel.checks.parameters import KnownParameters
 from ..parallel.model import ParallelModel
 from ..parallel.precision import LossScaler, PrecisionConfig, compute_context
-from .alike import Settings
+from .consistency import Settings
 from .finite import NonFinitePolicy
 from .gradients import Gradients
 from .loss import LossFunction, check_count, check_loss

@@ -61,7 +61,7 @@ class StepTotals:
     def exchange(
         self, *, stop: bool, trace: bool, order: tuple[float, float], epoch: int, settings: int, late: Tensor | None
     ) -> Reading:
-        """Add what a step has once, then add up over all ranks, while the caller goes on."""
+        """Add a step's own numbers, then sum over all ranks while the caller continues."""
         once = {"stop": stop, "trace": trace, "order": order[0], "order_squares": order[1]}
         once |= {"epoch": epoch, "epoch_squares": epoch * epoch}
         once |= {"settings": settings, "settings_squares": settings * settings}
@@ -95,7 +95,7 @@ class StepTotals:
 class Reading:
     """Values on their way to the host: they are copied on a stream of their own, after ``work`` and nothing else.
 
-    So a backward that was queued meanwhile goes on while the host waits, and the device does not run dry.
+    So a backward that was queued meanwhile runs while the host waits, and the device does not run dry.
     """
 
     def __init__(self, values: Tensor, work: dist.Work | None = None) -> None:

@@ -1,1 +1,1 @@
-"""Ranks that stall, die or are told to stop."""
+"""Watching for ranks that stall, die or are asked to stop, and for loss spikes."""

@@ -63,7 +63,7 @@ class StopFlag:
 
 
 class TraceFlag:
-    """Set by each SIGUSR2 that this process gets, until it is taken; leaves a handler alone that is there already.
+    """Flag that each SIGUSR2 to this process sets and ``take`` clears; a handler that is already installed stays.
 
     Made and closed in the main thread, as ``StopFlag``. Schedulers and launchers that use the signal for themselves
     install their handler before training starts.

@@ -24,17 +24,19 @@ from ...storage.threads.interruptible import Event, Thread
 from ..errors import CheckpointTakenError, StallError, TrainerConfigError, WorldError
 from ..ranks.rendezvous import agree_on_start
 from ..ranks.world import World
-from .blame import is_of_a_collective
 from .heartbeat import VERDICT_AT, Beat, Sighting, State, describe, describe_lost_store, judge, silence_limit_s
-from .last_words import end_process, leave_to_launcher, write_report
+from .process_end import end_process, leave_to_launcher, write_report
 
 Activity = Callable[[], Mapping[str, Any]]
-Advance = Callable[[], int]
 """Returns what a phase is waiting for at the moment."""
+
+Advance = Callable[[], int]
+"""Returns how far a phase has come: a number that grows."""
 
 EXIT_STALLED = 75
 """Exit code of a process that the watchdog ended: EX_TEMPFAIL, because another start may well succeed."""
 
+_COLLECTIVE_MARKS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "ProcessGroup")
 _TICKS_PER_TIMEOUT = 25
 _TICK_S = (0.02, 2.0)  # least and most
 _SUSPENDED_TICKS = 5  # a thread that comes so late was not scheduled, and what it has not seen meanwhile proves nothing
@@ -136,7 +138,7 @@ class Watchdog:
 
     def fail(self, error: BaseException) -> None:
         """Report to all ranks that this one stops because of ``error``; they stop too, and name it."""
-        state = State.BROKEN_OFF if is_of_a_collective(error) else State.FAILED
+        state = State.BROKEN_OFF if is_collective_error(error) else State.FAILED
         self._broke_at_s = time.monotonic()
         self._stopping.set()
         self._beat = replace(self._beat, state=state, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
@@ -352,3 +354,15 @@ class Watchdog:
             value, at_s = found, now_s
         self._progressed = (beat.count, value, at_s)
         return value, at_s
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return whether an error comes from gloo, NCCL, the store or another rank's loader: another rank likely failed."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or getattr(cause, "is_consequence", False):
+            return True
+        if isinstance(cause, RuntimeError) and any(mark in str(cause) for mark in _COLLECTIVE_MARKS):
+            return True
+        cause = cause.__cause__
+    return False

@@ -272,7 +272,7 @@ def _lock(fd: int, partial: Path, output: Path) -> None:
 
 
 def _publish(partial: Path, output: Path, overwrite: bool) -> None:
-    _check_output(output, overwrite)  # meanwhile somebody may have made it
+    _check_output(output, overwrite)  # it may have been created meanwhile
     replaced = output.with_name(f".{output.name}.replaced")
     if output.exists():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -90,7 +90,7 @@ class LocalCheckpoint:
         return damage
 
     def bring(self, ranges: Ranges, advance: Advance = lambda count: None) -> None:
-        """Do nothing: all is there."""
+        """Do nothing: everything is local."""
 
     def read_config(self) -> bytes | None:
         """In what was given, beside the checkpoints, or above their folder of the usual name."""
@@ -118,7 +118,7 @@ def find_checkpoint(run: Path, step: Step) -> Path:
     ``step`` is "latest", the newest; "best", that of the best metric, as the newest records it; or a number.
 
     Raises:
-        CheckpointError: there is none, or not this one; the message names those that are there.
+        CheckpointError: there is none, or not this one; the message names the existing ones.
     """
     if (run / MANIFEST_NAME).is_file():
         check_single(str(run), _number(run), step)
@@ -146,7 +146,7 @@ def check_single(name: str, number: int | None, step: Step) -> None:
 
 
 def choose_step(name: str, steps: Sequence[int], step: Step, best: int | None) -> int:
-    """The number of the step that is meant, of those that are there, newest first."""
+    """Resolve a step to its number among the existing ones, newest first."""
     number = steps[0] if step == "latest" else best if step == "best" else step
     if number not in steps:
         there = ", ".join(map(str, sorted(steps)))

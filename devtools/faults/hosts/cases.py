@@ -11,7 +11,7 @@ _BATCHES = 8  # after which it befalls: in mid-epoch
 
 
 def during(befalls: Callable[[Scene], None], *, place: str = "batch", count: int = _BATCHES) -> Callable[[Scene], None]:
-    """Once all ranks are somewhere; those that wait there go on then."""
+    """Act once all ranks have arrived at a point; those that wait there then continue."""
 
     def play(scene: Scene) -> None:
         scene.wait_for(place, count)

@@ -94,7 +94,7 @@ class Hosts:
     def start(
         self, host: int, command: Sequence[str], output: IO[bytes] | int, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a host, in a session of its own; returns once it is there, where ``kill`` finds it."""
+        """Start a command on a host, in a session of its own; returns once ``kill`` can find it."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *command],
             stdout=output,
@@ -126,7 +126,7 @@ class Hosts:
     # -- the weather ----------------------------------------------------------------------------------------------
 
     def cut(self, host: int) -> None:
-        """Nothing comes to a host or from it any more, and nobody is told."""
+        """Drop everything to and from a host, silently."""
         others = [other for other in range(len(self.names)) if other != host]
         self._cut |= {(host, other) for other in others} | {(other, host) for other in others}
         self._tell()

@@ -129,7 +129,7 @@ class HostRank:
         return EXIT_STALLED if summary.stopped_by_others else 0
 
     def _read(self) -> int:
-        """Without a trainer. The state after each batch is kept, so that what goes on begins where all ranks came."""
+        """Read without a trainer. Each batch's state is kept, so that a resume begins where all ranks arrived."""
         job = self._job
         dist.init_process_group("gloo")
         self._reach("world")

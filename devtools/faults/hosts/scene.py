@@ -69,7 +69,7 @@ class Scene:
         return [line["t"] for line in self.lines(rank) if line["kind"] == kind]
 
     def wait_for(self, kind: str, count: int = 1) -> None:
-        """Wait until every rank has told of something so often, or torchrun has ended somewhere.
+        """Wait until every rank has logged something this often, or torchrun has ended somewhere.
 
         Raises:
             StageError: neither, for too long.
@@ -83,7 +83,7 @@ class Scene:
             time.sleep(0.02)
 
     def let_go(self) -> None:
-        """The ranks that wait for it go on."""
+        """Release the ranks that wait for it."""
         Path(self.job.folder, "go").touch()
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
@@ -147,7 +147,7 @@ class HostCase(Case):
 
 
 def play_on_hosts(case: HostCase, folder: Path) -> Outcome:
-    """Play a case and judge it. Where it ended the job, that goes on on one host less, and all must come out exact."""
+    """Play a case and judge it. A job that it ended resumes on one host less, and the result must be exact."""
     outcome = Outcome(name=case.name, group=case.group, fault=case.fault, sees=case.sees, skipped=case.skip())
     if outcome.skipped:
         return outcome

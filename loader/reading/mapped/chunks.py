@@ -3,8 +3,8 @@
 Memory for a chunk that is new to the process costs more than all that is done with it: it is cleared page by page, then
 copied into. The pages of a mapping are those of the kernel's cache. They are checked and opened like any other bytes,
 and values are copied out when they are due. Until then the file must stay as it is, which its ETag tells before and
-after each look (`penstock.storage.pages.mapped`). So only what is copied by whoever asks for it is mapped: nothing that
-a format makes while it opens a chunk, and views only where users say that their files stay as they are.
+after each look (`penstock.storage.memory.mapped`). So only what is copied by whoever asks for it is mapped: nothing
+that a format makes while it opens a chunk, and views only where users say that their files stay as they are.
 """
 
 from __future__ import annotations

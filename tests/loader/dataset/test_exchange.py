@@ -22,7 +22,7 @@ from penstock.loader.dataset import exchange
 from penstock.loader.dataset.exchange import DEAD_AFTER_S, Exchange, RemoteError, join_exchange
 from penstock.loader.errors import DatasetError, FormatError, RankStoppedError
 from penstock.storage import NotFoundError
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 WORKER = Path(__file__).with_name("exchange_worker.py")
 

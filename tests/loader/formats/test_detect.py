@@ -8,7 +8,7 @@ import pytest
 
 from penstock.loader.errors import ConfigError, DatasetError
 from penstock.loader.formats.detect import detect_format, make_format, sniff_format
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 
 def detect(store: MemoryStore) -> str:

@@ -204,7 +204,7 @@ def test_a_dictionary_pages_header_says_how_large_it_is_and_nothing_else_does(tm
 MEASURE = """
 import sys
 from penstock import DistributedDataLoader
-from penstock.storage.telling.process_usage import peak_resident_bytes as peak
+from penstock.storage.observability.process_usage import peak_resident_bytes as peak
 def read(folder):
     with DistributedDataLoader(folder, batch_size=16, memory_limit="128MiB") as loader:
         for step, batch in zip(range(20), loader):

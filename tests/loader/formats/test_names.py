@@ -23,7 +23,7 @@ from penstock.loader.formats.detect import FORMAT_NAMES, detect_format, make_for
 from penstock.loader.formats.mds import MdsFormat
 from penstock.loader.formats.names import find_shards, is_hidden
 from penstock.storage import ObjectInfo
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 SUFFIXES = [
     (name, suffix)

@@ -23,7 +23,7 @@ from penstock.loader import (
     open_manifest,
 )
 from penstock.storage import StorageError
-from penstock.storage.telling.counts import count_store
+from penstock.storage.observability.counts import count_store
 
 
 @pytest.fixture(scope="module")

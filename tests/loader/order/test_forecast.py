@@ -166,7 +166,7 @@ import numpy as np
 from penstock.loader.order.forecast import forecast
 from penstock.loader.order.auto import auto_lanes
 from penstock.loader.order.plan import Order
-from penstock.storage.telling.process_usage import peak_resident_bytes
+from penstock.storage.observability.process_usage import peak_resident_bytes
 sizes = np.full(10**6, 1000, np.int64)
 started = time.process_time()
 for world_size in (1024, 1021):  # the second divides nothing

@@ -17,7 +17,7 @@ from tar_dataset import write_tars
 MEASURE = """
 import json, sys
 from penstock import DistributedDataLoader
-from penstock.storage.telling.process_usage import peak_resident_bytes as peak
+from penstock.storage.observability.process_usage import peak_resident_bytes as peak
 import torch, numpy
 
 options = json.loads(sys.argv[2])

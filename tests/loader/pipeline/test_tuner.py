@@ -20,7 +20,7 @@ from penstock.loader.pipeline import tuner
 from penstock.loader.pipeline.autotune import Settings
 from penstock.loader.pipeline.tuner import Sums
 from penstock.loader.pipeline.tuning import PipelineOptions, TuningChoice
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 WAIT_S = 60
 WORST: dict[str, Any] = {"fetch_threads": 1, "threads": 1, "read_ahead": 1}

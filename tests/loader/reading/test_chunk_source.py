@@ -23,7 +23,7 @@ from penstock.loader.order.spans import ChunkRows
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.storage import ByteRange
 from penstock.storage.caching.cache import CacheStore
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 
 class LyingStore(MemoryStore):

@@ -17,7 +17,7 @@ from penstock.loader.formats.shard import ShardFormat
 from penstock.loader.metrics import Counters
 from penstock.loader.reading.header_cache import ENTRY_BYTES, HeaderCache
 from penstock.storage import ObjectInfo
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 SHARDS = [ObjectInfo(f"shard-{number}.parquet", 100, f"etag{number}") for number in range(5)]
 TIMEOUT_S = 60.0

@@ -19,7 +19,7 @@ from penstock.loader.metrics import Counters
 from penstock.loader.pipeline.tuning import MemoryLimitWarning
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.storage import ByteRange
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 FIELDS = ("__id__", "__key__", "bin", "cls")
 SMALL = TarFormat(chunk_bytes=32 << 10)

@@ -16,8 +16,8 @@ import pytest
 
 from penstock.loader import DistributedDataLoader, pack
 from penstock.storage import CacheStore, LocalStore, MemoryStore, ShortReadError
-from penstock.storage.pages import buffers
-from penstock.storage.pages.buffers import BUFFERS
+from penstock.storage.memory import buffers
+from penstock.storage.memory.buffers import BUFFERS
 
 SAMPLES, VALUE_BYTES = 900, 20_000
 # Less than the data, of which chunks are 1.2 and 4 MB.

@@ -27,7 +27,7 @@ from penstock.storage import (
 )
 from penstock.storage.clients import direct
 from penstock.storage.clients import shared as clients
-from penstock.storage.retrying.patience import TimedStore, TimeLimit
+from penstock.storage.retrying.adaptive_timeout import TimedStore, TimeLimit
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from small_trainers import add_up, make_trainer, rows
 
 from penstock.trainer import Evaluation, World
 from penstock.trainer.checkpoint import traffic
-from penstock.trainer.watch.compiling import Compiling
+from penstock.trainer.run.guard import Compiling
 
 STALL_TIMEOUT_S = 10.0
 LONGER_S = 1.5 * STALL_TIMEOUT_S

@@ -20,8 +20,7 @@ from started_threads import started_threads
 
 from penstock.loader import RankStoppedError
 from penstock.trainer import EXIT_STALLED, StallError, TrainerConfigError, World
-from penstock.trainer.watch.blame import is_of_a_collective
-from penstock.trainer.watch.watchdog import Watchdog
+from penstock.trainer.watch.watchdog import Watchdog, is_collective_error
 
 STALL_TIMEOUT_S = 10.0
 IN_TIME_S = 3 * STALL_TIMEOUT_S  # on a busy machine; the process group by itself would wait for two minutes
@@ -289,13 +288,13 @@ def test_closing_midway_is_quick_and_leaves_nothing() -> None:
 
 
 def test_errors_of_collectives_are_told_from_others() -> None:
-    assert is_of_a_collective(RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"))
-    assert is_of_a_collective(dist.DistNetworkError("gone"))
-    assert is_of_a_collective(RankStoppedError(1, "ChecksumError", "wrong bytes"))
+    assert is_collective_error(RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1"))
+    assert is_collective_error(dist.DistNetworkError("gone"))
+    assert is_collective_error(RankStoppedError(1, "ChecksumError", "wrong bytes"))
     wrapped = StallError("no")
     wrapped.__cause__ = dist.DistBackendError("NCCL")
-    assert is_of_a_collective(wrapped)
-    assert not is_of_a_collective(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert is_collective_error(wrapped)
+    assert not is_collective_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_a_timeout_that_is_none_is_refused() -> None:

@@ -155,7 +155,7 @@ class Bucket:
             self._control.decide(what, lambda: self._publish(saved, save_id, files))
         except Exception:
             self._is_untidy = True
-            if not is_publishing:  # else the manifest may be there, although nobody was told
+            if not is_publishing:  # else the manifest may exist, although no answer came
                 upload.remove()
             raise
         finally:

@@ -18,8 +18,8 @@ from ....storage.store import ByteRange, Store
 from ....storage.threads.daemon_pool import DaemonPool
 from ...errors import CheckpointError, CheckpointRoomError
 from ..folder import EXTRA_NAME, METADATA_NAME, find_damage, read_manifest, write_manifest
+from ..free_space import describe_full_disk, is_full_disk
 from ..place import Needs
-from ..room import describe_full_disk, is_full_disk
 from ..traffic import TRAFFIC
 from .layout import Part, Stored, read_stored
 from .staging import Staging

@@ -79,7 +79,7 @@ def list_stored(store: Store) -> list[int]:
 
 
 def write_stored(store: Store, manifest: Manifest, save_id: str, files: Mapping[str, StoredFile]) -> None:
-    """Write the manifest, which makes the checkpoint: all its parts are there already."""
+    """Write the manifest, which makes the checkpoint; all its parts must have been uploaded."""
     parts = {name: [[part.size, part.xxh3] for part in file.parts] for name, file in sorted(files.items())}
     store.put(manifest_key(manifest.step), encode_manifest(manifest, {"save": save_id, "parts": parts}).encode())
 

@@ -1,7 +1,7 @@
-"""One run at a time on a prefix of an object store: an object that says who holds it, and shows that its holder lives.
+"""Lock of a prefix in an object store, for one run at a time: an object that names its holder and shows that it lives.
 
 The object is written under a condition, so that of several runs one gets it. Its holder writes it anew every
-``BEAT_S``. Who finds it held waits: an object that changes has a holder that lives, and the run is refused; one that
+``BEAT_S``. A run that finds it held waits: an object that changes has a live holder, and the run is refused; one that
 has not changed for ``LEASE_S`` is taken over. No clocks are compared. A holder of the same host and boot is looked up
 by its pid instead, so that a restart after a kill waits for nothing.
 """
@@ -136,7 +136,7 @@ class StoreLock:
             return
         found = self._read()
         if found is None:
-            if not self._write(None):  # somebody deleted it by hand
+            if not self._write(None):  # it was deleted by hand
                 self._taken_by = (self._read() or ({}, ""))[0]
         elif found[0].get("token") == self._me["token"]:
             self._etag = found[1]
@@ -162,7 +162,7 @@ class StoreLock:
                 return None
             except ObjectChangedError:
                 continue
-            TRAFFIC.add(len(data))  # who waits for a lease shows that the store answers
+            TRAFFIC.add(len(data))  # waiting for a lease shows that the store answers
             try:
                 owner = json.loads(data)
             except ValueError:

@@ -17,7 +17,7 @@ PREFIX = "penstock-checkpoint-"
 class Staging:
     """A new folder below the system's temporary one, locked until ``close`` deletes it.
 
-    Folders of processes that were killed are deleted first: the kernel has let go of their locks.
+    Folders of killed processes are deleted first: the kernel has released their locks.
     """
 
     def __init__(self) -> None:

@@ -240,7 +240,7 @@ def _parse(line: str) -> Mapping[str, Any] | None:
 
 
 def _step_after(record: Mapping[str, Any]) -> int:
-    """The step that training goes on from."""
+    """The step that training resumes from."""
     to_step = record.get("to_step") if record["kind"] == "rewind" else None
     return to_step if isinstance(to_step, int) and 0 <= to_step <= record["step"] else int(record["step"])
 

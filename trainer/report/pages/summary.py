@@ -12,7 +12,7 @@ _ERROR_CHARACTERS = 400
 
 
 def describe_state(run: RunLog, now_s: float, *, ago: str = "before this page") -> str:
-    """In a sentence or two: whether the run ended, was stopped, failed, goes on, or has not begun; and what comes next.
+    """Describe in a sentence or two whether the run ended, stopped, failed, runs or has not begun, and what comes next.
 
     ``ago`` says before what.
     """

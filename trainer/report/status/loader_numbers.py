@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ....storage.telling.timeline import Timeline
+from ....storage.observability.timeline import Timeline
 
 # What a train record takes of the loader's metrics: sums over its steps, and levels of now.
 _RECORDED = (
@@ -16,7 +16,7 @@ _RECORDED = (
 
 
 class LoaderNumbers:
-    """Reads a loader's metrics again and again, for one who looks; nothing for a loader that has none."""
+    """Sampled metrics of a loader, for one reader; empty for a loader that has none."""
 
     def __init__(self, loader: object) -> None:
         self.loader = loader

@@ -29,7 +29,7 @@ class RankStatus:
     Attributes:
         state: "idle" is between two calls of ``train``; "ended", "stopped" (by a signal) and "failed" are final.
         error: why it failed.
-        stopped_by, resumes_at: the signal, and the step at which a new start goes on; None where nothing was saved.
+        stopped_by, resumes_at: the signal, and the step at which a new start resumes; None where nothing was saved.
         every_s: how often it writes.
         phase, phase_s: what its training loop does, and for how long already.
         doing: what its loader waits for, where it does.

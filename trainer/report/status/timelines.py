@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....storage.files import write_whole
-from ....storage.telling.timeline import Event, Timeline
+from ....storage.observability.timeline import Event, Timeline
 from .rank_status import FOLDER
 
 if TYPE_CHECKING:

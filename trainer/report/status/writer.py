@@ -1,4 +1,4 @@
-"""The thread of a rank that says how the rank is doing: a small file every second, and a timeline for who asks."""
+"""Thread that reports a rank's status: a small file every second, and a timeline on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ....storage.files import write_whole
-from ....storage.telling.process_usage import read_traffic
+from ....storage.observability.process_usage import read_traffic
 from ....storage.threads.interruptible import Event, Thread
 from ...ranks.world import World
 from ...stopwatch import Stopwatch
@@ -25,7 +25,7 @@ from .rank_status import FINAL, FOLDER, RankStatus, Silence, State, read_ranks, 
 from .survey import Survey, survey
 from .timelines import TimelineRecorder
 
-# All ranks together write at most so many files a second: a shared file system serves others, too.
+# At most this many files a second from all ranks together: a shared file system serves others, too.
 _FILES_PER_S = 256.0
 # Rank 0 spends at most this share of its time on reading the files of all.
 _LOOKING_SHARE = 0.01

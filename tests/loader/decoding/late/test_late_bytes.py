@@ -36,7 +36,7 @@ from penstock.loader.reading.mapped import chunks as mapped_chunks
 from penstock.loader.reading.mapped.chunks import MappedColumn
 from penstock.loader.reading.mapped.files import Looks, MappedFile
 from penstock.storage import LocalStore, ObjectChangedError
-from penstock.storage.pages import mapped
+from penstock.storage.memory import mapped
 
 SAMPLES, BATCH = 64, 4
 FORMAT = TarFormat(chunk_bytes=32 << 10)

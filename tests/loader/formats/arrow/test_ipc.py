@@ -12,7 +12,7 @@ from penstock.loader.columns import ArrayColumn, Block
 from penstock.loader.errors import ConfigError, FormatError
 from penstock.loader.formats.arrow.ipc import ArrowFormat
 from penstock.loader.formats.shard import ChunkRef, ShardTask
-from penstock.storage.memory import MemoryStore
+from penstock.storage.memory_store import MemoryStore
 
 
 @pytest.fixture

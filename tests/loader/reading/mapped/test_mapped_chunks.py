@@ -27,7 +27,7 @@ from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.loader.reading.mapped import chunks as mapped_chunks
 from penstock.loader.reading.mapped import files as mapped_files
 from penstock.storage import LocalStore, NotFoundError, ObjectChangedError
-from penstock.storage.pages import mapped
+from penstock.storage.memory import mapped
 
 SAMPLES, BATCH = 96, 8
 FORMAT = TarFormat(chunk_bytes=64 << 10)

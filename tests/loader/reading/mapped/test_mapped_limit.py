@@ -10,7 +10,7 @@ import pytest
 
 from penstock.loader import DistributedDataLoader, pack
 from penstock.loader.limits import usable_memory
-from penstock.storage.pages import mapped
+from penstock.storage.memory import mapped
 
 MIB = 1 << 20
 SAMPLES, SAMPLE_BYTES = 192, MIB

@@ -25,7 +25,7 @@ from penstock.loader.order.spans import ChunkRows
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.loader.reading.mapped import files as mapped_files
 from penstock.storage import LocalStore, NotFoundError, ObjectChangedError
-from penstock.storage.pages import libc, mapped
+from penstock.storage.memory import libc, mapped
 
 LENGTH, PER_FILE, FILES, BATCH = 512, 60, 3, 8
 FORMAT = TokensFormat(seq_len=LENGTH, chunk_bytes=16 << 10)

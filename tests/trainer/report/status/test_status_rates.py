@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.loader.metrics import Counters, Levels
-from penstock.storage.telling.counts import StoreCounts
+from penstock.storage.observability.counts import StoreCounts
 from penstock.trainer import World
 from penstock.trainer.report.progress import Progress
 from penstock.trainer.report.status.loader_numbers import LoaderNumbers
