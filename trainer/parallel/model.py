@@ -43,7 +43,7 @@ from .precision import (
 from .prefetch import Prefetch
 from .same import check_same_model
 from .usage import ModuleOrder, ParameterUsage
-from .written import ForwardWrites, check_renormalised
+from .written import ForwardWrites, check_renormalised, keep_in_place
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -325,6 +325,7 @@ def _shard(
         return_no_views(part)
         fully_shard(part, **arguments)
     set_formats(model, rounded, precision)
+    keep_in_place(model)
     return model
 
 
