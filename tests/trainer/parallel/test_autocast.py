@@ -525,9 +525,10 @@ def test_complex_weights_are_trained_without_a_warning(tmp_path: Path) -> None:
 
 def flatten(layer: nn.RNNBase) -> None:
     """What a recurrent layer does on CUDA with weights that it has not seen before."""
-    whole = torch.cat([one.detach().flatten() for one in layer._flat_weights])
+    weights = layer._flat_weights
+    parts = torch.cat([one.detach().flatten() for one in weights]).split([one.numel() for one in weights])
     with torch.no_grad():
-        for one, part in zip(layer._flat_weights, whole.split([each.numel() for each in layer._flat_weights])):
+        for one, part in zip(weights, parts, strict=True):
             one.set_(part.view(one.shape))
 
 
