@@ -36,6 +36,15 @@ from .rows import Rows
 from .workers.images import ImageProcesses
 from .workers.pool import WorkerPool
 
+_STORED = (torch.uint16, torch.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A field's unsigned numbers as they are stored, which are widened to int64 on the device that they go to."""
+
+    tensor: torch.Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class BatchMaker:
@@ -166,6 +175,9 @@ class BatchMaker:
         batch = {**batch, **self.extras(ids, num_valid)}
         whole = batch if num_rows == len(ids) else {name: values[:num_rows] for name, values in batch.items()}
         finished: dict[str, Any] = self.finish(whole, num_rows)
+        for name in self.decoders.stored:
+            if isinstance(values := finished.get(name), torch.Tensor) and values.dtype in _STORED:
+                finished[name] = Stored(values)
         return finished
 
     def finish(self, batch: Batch, num_rows: int) -> Batch:

@@ -1,15 +1,18 @@
 """Memory of batches that is used again: new memory costs a page fault for each 4 KiB, which is more than filling it.
 
 A block is lent as an array, until nothing refers to any view of it, or tensor on it (`penstock.storage.memory.leases`).
-Whoever keeps a batch keeps its block, and others are made instead.
+Whoever keeps a batch keeps its block, and others are made instead. Where batches go to a device, blocks are pinned, so
+that the copies start from them.
 
-Mutable state: the free blocks, under a lock, and the leases.
+Mutable state: the free blocks and where pinned ones lie, under a lock, and the leases.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -22,10 +25,16 @@ _ALIGN_BYTES = 64  # a cache line: stores of the widest registers then touch one
 
 
 class BatchMemory:
-    """Lends arrays, and keeps ``most_bytes`` of free blocks at most. Any thread may call any method."""
+    """Lends arrays, and keeps ``most_bytes`` of free blocks at most. Any thread may call any method.
 
-    def __init__(self, most_bytes: int) -> None:
+    ``allocate_pinned`` makes (nbytes,) uint8 of page-locked memory, and raises RuntimeError where there is none; then
+    blocks are those of numpy.
+    """
+
+    def __init__(self, most_bytes: int, allocate_pinned: Callable[[int], AnyArray] | None = None) -> None:
         self._most_bytes = most_bytes
+        self._allocate_pinned = allocate_pinned
+        self._pinned: list[tuple[int, int]] = []  # where pinned blocks begin and end, in order
         self._free: dict[int, list[AnyArray]] = {}  # by size; the last one was used last
         self._free_bytes = 0
         self._leases: MemoryLeases[AnyArray] = MemoryLeases()
@@ -43,11 +52,30 @@ class BatchMemory:
             if block is not None:
                 self._free_bytes -= nbytes
         if block is None:
-            block = _aligned(nbytes)
+            block = self._new_block(nbytes)
         # Numpy lets views refer to the array that owns their memory, past those between, but not past a memoryview.
         exporter: AnyArray = np.frombuffer(block.data, np.uint8)
         self._leases.lend(block, exporter)
         return exporter.view(dtype).reshape(shape)
+
+    def _new_block(self, nbytes: int) -> AnyArray:
+        allocate = self._allocate_pinned
+        if allocate is None:
+            return _aligned(nbytes)
+        try:
+            block = allocate(nbytes)
+        except RuntimeError:  # no more can be locked; what feeds the device copies these
+            self._allocate_pinned = None
+            return _aligned(nbytes)
+        with self._lock:
+            self._pinned = sorted([*self._pinned, _place_of(block)])
+        return block
+
+    def is_pinned(self, address: int, nbytes: int) -> bool:
+        """Whether these bytes, of an array that is lent, are page-locked."""
+        with self._lock:
+            number = bisect_right(self._pinned, (address, math.inf)) - 1
+            return number >= 0 and address + nbytes <= self._pinned[number][1]
 
     @property
     def free_bytes(self) -> int:
@@ -63,6 +91,7 @@ class BatchMemory:
             self._settle()
             self._leases.forget()
             self._free.clear()
+            self._pinned.clear()
             self._free_bytes = 0
 
     def _settle(self) -> None:
@@ -73,17 +102,30 @@ class BatchMemory:
             if self._free_bytes + block.nbytes <= self._most_bytes:
                 self._free.setdefault(block.nbytes, []).append(block)
                 self._free_bytes += block.nbytes
+            else:
+                self._drop([block])
 
     def _forget_others(self, nbytes: int) -> None:
         """Drop the blocks of all other sizes: what is lent now is of another size than it was. Holds the lock."""
         kept = self._free.pop(nbytes, [])
+        self._drop([block for blocks in self._free.values() for block in blocks])
         self._free = {nbytes: kept} if kept else {}
         self._free_bytes = nbytes * len(kept)
+
+    def _drop(self, blocks: Iterable[AnyArray]) -> None:
+        """Forget where blocks lie that are given back to the system. Holds the lock."""
+        if self._pinned and (gone := set(map(_place_of, blocks))):
+            self._pinned = [place for place in self._pinned if place not in gone]
 
 
 def new_array(memory: BatchMemory | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
     """An array of ``memory``, or where there is none of numpy's own."""
     return np.empty(shape, dtype) if memory is None else memory.empty(shape, dtype)
+
+
+def _place_of(block: AnyArray) -> tuple[int, int]:
+    start = block.ctypes.data
+    return start, start + block.nbytes
 
 
 def _aligned(nbytes: int) -> AnyArray:

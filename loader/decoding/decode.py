@@ -314,6 +314,7 @@ class FieldDecoders:
     the values that happen to come first. ``of_columns``: fields are columns, whose types say what their values are;
     their names tell of images, text, JSON and arrays alone.
     Decoders that ask for a device are given ``codec``; without one they decode on the CPU.
+    With ``widens_on_device``, rows that are copied late stay as they are ``stored``, which is noted by field.
     With ``raw`` "view", what is not decoded is handed out as views of chunks, and users' functions are given views.
 
     Raises:
@@ -339,6 +340,8 @@ class FieldDecoders:
         self.settled: dict[str, FieldDecoder | None] = {}
         self.are_images: Callable[[str], bool] = lambda name: False
         self.of_columns = False
+        self.widens_on_device = False
+        self.stored: set[str] = set()
 
     def copy(self) -> FieldDecoders:
         """Decoders that begin with what is settled here; what they settle later does not come back."""

@@ -180,7 +180,11 @@ class FieldsOfSpan:
     def _late_rows(self) -> Iterator[LateFields]:
         for name, of_span in self._wide.items():
             at = of_span.finish()
-            yield WideRows(name, at, self._decoders.dtype_of(at.rows))
+            dtype = self._decoders.dtype_of(at.rows)
+            if self._is_late and self._decoders.widens_on_device and dtype != at.rows.dtype:
+                self._decoders.stored.add(name)
+                dtype = at.rows.dtype
+            yield WideRows(name, at, dtype)
         for records, room in self._records:
             at = room.finish() if isinstance(room, RowsOfSpan) else RowsAt(room, self._order)
             yield RecordRows(records, at, [self._decoders.dtype_of(np.empty(0, kind)) for kind in records.dtypes])

@@ -1,11 +1,13 @@
 """Copies batches to a CUDA device ahead of need: a ring of pinned buffers, a copy stream, an event per slot in flight.
 
-The feeder thread copies a batch into the next slot of pinned memory and starts the copies to the device on a separate
-stream. The consumer's stream waits for them on the device; the consumer's thread never waits.
+The feeder thread starts the copies of a batch to the device on a separate stream: of what lies in pinned memory from
+there, of all else from the ring's next slot, into which it is copied. The consumer's stream waits for them on the
+device; the consumer's thread never waits.
 
 Why this is safe (see "CUDA semantics" in PyTorch's notes):
 
-- A slot is overwritten only after its last event has passed, so no copy still reads from it.
+- A slot is overwritten only after its last event has passed, so no copy still reads from it. Until then it also
+  refers to the tensors that are copied from where they are, so that nobody else is lent their memory.
 - Device memory is allocated on the copy stream. The consumer's stream waits for the batch's event before it reads, and
   ``record_stream`` keeps the caching allocator from reusing the memory for a later copy until the consumer's stream is
   done with it, whenever the consumer drops the tensors.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,8 +26,11 @@ import numpy as np
 import torch
 
 from ...storage.suggestions import did_you_mean
+from ..columns import AnyArray
+from ..decoding.batch import Stored
 from ..decoding.byte_views import ByteViews
 from ..errors import ConfigError, LoaderClosedError
+from .pinned import copy_stream, register_memory
 
 # Tensors start at multiples of this in a slot: what cudaMalloc aligns to, and a multiple of any cache line.
 ALIGN_BYTES = 256
@@ -49,8 +54,13 @@ class CopyBackend(Protocol):
         """A page-locked (nbytes,) uint8 tensor."""
         ...
 
-    def start_copies(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], CopyEvent]:
-        """Start copies of pinned tensors to the device, shapes and strides kept; the event follows the last of them."""
+    def start_copies(
+        self, sources: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[torch.Tensor], CopyEvent]:
+        """Start copies of pinned tensors to the device, shapes and strides kept, which are converted there.
+
+        The event follows the last of them. The caller keeps the sources until then; where this raises, none is read.
+        """
         ...
 
     def hand_over(self, tensors: Sequence[torch.Tensor], event: CopyEvent) -> None:
@@ -59,7 +69,7 @@ class CopyBackend(Protocol):
 
 
 class CudaBackend:
-    """One copy stream on one CUDA device.
+    """The copy stream of one CUDA device.
 
     Each call makes that device the current one while it runs: a new thread's current device is 0, and even restoring a
     stream on it would open a context, and take memory, on a device that belongs to another rank.
@@ -67,22 +77,32 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._stream = copy_stream(device)
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        registered = register_memory(nbytes, self.device)
+        if registered is not None:
+            return torch.from_numpy(registered)
         with torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def start_copies(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], CopyEvent]:
+    def start_copies(
+        self, sources: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[torch.Tensor], CopyEvent]:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            copies = []
-            for source in sources:
-                copy = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=self.device)
-                copies.append(copy.copy_(source, non_blocking=True))
+            try:
+                copies = [self._copy(source).to(dtype) for source, dtype in zip(sources, dtypes, strict=True)]
+            except BaseException:
+                self._stream.synchronize()  # memory may have run out with copies under way, which no event follows
+                raise
             # blocking: the feeder sleeps until the event instead of spinning on a core that could decode.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return copies, event
+
+    def _copy(self, source: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty_strided(source.size(), source.stride(), dtype=source.dtype, device=self.device)
+        return copy.copy_(source, non_blocking=True)
 
     def hand_over(self, tensors: Sequence[torch.Tensor], event: CopyEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
@@ -114,11 +134,13 @@ class StagedBatch:
 class _Slot:
     buffer: torch.Tensor | None = None
     event: CopyEvent | None = None
+    lent: list[torch.Tensor] = field(default_factory=list)  # copied from where they are
 
     def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
             self.event = None
+        self.lent.clear()
 
 
 class DeviceFeeder:
@@ -126,7 +148,7 @@ class DeviceFeeder:
 
     One thread, the feeder, calls ``stage``; any thread may call ``close``. The mutable state is the ring and the
     closed flag, both under one lock. A buffer grows to the largest batch that it has held, rounded up to a power of
-    two, as PyTorch's pinned allocator does anyway; ``pinned_bytes`` is the sum.
+    two; ``pinned_bytes`` is the sum.
     """
 
     def __init__(self, device: torch.device | str, *, slots: int = 3, backend: CopyBackend | None = None) -> None:
@@ -144,19 +166,24 @@ class DeviceFeeder:
         buffers = [slot.buffer for slot in self._ring]
         return sum(buffer.numel() for buffer in buffers if buffer is not None)
 
-    def stage(self, batch: Any) -> StagedBatch:
+    def allocate(self, nbytes: int) -> AnyArray:
+        """Pinned memory, (nbytes,) uint8, from which ``stage`` may start copies; any thread may ask."""
+        return self._backend.allocate_pinned(nbytes).numpy()
+
+    def stage(self, batch: Any, is_pinned: Callable[[torch.Tensor], bool] = lambda tensor: False) -> StagedBatch:
         """Start a batch's copies to the device; waits, without the GIL, until the ring's oldest slot is free.
 
         The batch is a dict, or whatever ``collate`` makes. Strided CPU tensors are moved, it itself or those inside
         lists, tuples, named tuples and dicts; dtype and strides (channels_last) are kept, and tensors with gaps or
         overlaps become contiguous. Everything else passes through unchanged; of tensors that are on the device already
-        it is recorded that the consumer's stream uses them. The batch may be modified as soon as this returns.
-        ``ByteViews`` arrive as ``GatheredBytes``.
+        it is recorded that the consumer's stream uses them. ``ByteViews`` arrive as ``GatheredBytes``, and ``Stored``
+        tensors widened. The batch may be modified as soon as this returns, but for the tensors that ``is_pinned`` says
+        lie in memory of ``allocate``: nobody may write to these any more.
 
         Raises:
             LoaderClosedError: the feeder was closed.
         """
-        found: list[torch.Tensor] = []
+        found: list[tuple[torch.Tensor, torch.dtype]] = []
         there: list[torch.Tensor] = []
         noted = _map_leaves(batch, partial(_note, found, there))
         with self._lock:
@@ -165,19 +192,27 @@ class DeviceFeeder:
             slot = self._ring[self._next]
             slot.wait()
             self._next = (self._next + 1) % len(self._ring)
-            sources = self._fill(slot, found)
-            tensors, event = self._backend.start_copies(sources)
+            sources = self._fill(slot, [tensor for tensor, _ in found], is_pinned)
+            tensors, event = self._backend.start_copies(sources, [dtype for _, dtype in found])
             slot.event = event
         moved = _map_leaves(noted, lambda leaf: tensors[leaf.number] if isinstance(leaf, _Moved) else leaf)
         return StagedBatch(moved, [*tensors, *there], event, self._backend)
 
-    def _fill(self, slot: _Slot, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pack tensors into the slot's buffer; returns views on it with their shapes and strides."""
-        offsets, total = pack_offsets([tensor.numel() * tensor.element_size() for tensor in tensors])
-        if slot.buffer is None or slot.buffer.numel() < total:
+    def _fill(
+        self, slot: _Slot, tensors: Sequence[torch.Tensor], is_pinned: Callable[[torch.Tensor], bool]
+    ) -> list[torch.Tensor]:
+        """The tensors in pinned memory, their shapes and strides kept: where they are, or packed into the slot's."""
+        are_there = [is_pinned(tensor) and _dense_strides(tensor) == tensor.stride() for tensor in tensors]
+        sizes = [0 if there else tensor.nbytes for tensor, there in zip(tensors, are_there, strict=True)]
+        offsets, total = pack_offsets(sizes)
+        if total and (slot.buffer is None or slot.buffer.numel() < total):
             slot.buffer = None  # freed before more is allocated
             slot.buffer = self._backend.allocate_pinned(max(_LEAST_SLOT_BYTES, 1 << (total - 1).bit_length()))
-        return [_pack(tensor, slot.buffer, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
+        slot.lent = [tensor for tensor, there in zip(tensors, are_there, strict=True) if there]
+        return [
+            tensor if there or not tensor.nbytes else pack_tensor(tensor, slot.buffer, offset)
+            for tensor, offset, there in zip(tensors, offsets, are_there, strict=True)
+        ]
 
     def close(self) -> None:
         """Wait for copies in flight and return the pinned memory to PyTorch's allocator. Idempotent.
@@ -221,14 +256,19 @@ def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _pack(tensor: torch.Tensor, buffer: torch.Tensor, offset: int) -> torch.Tensor:
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Those that a copy of the tensor has: its own if it is dense without overlaps, else those of a contiguous one."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def pack_tensor(tensor: torch.Tensor, buffer: torch.Tensor | None, offset: int) -> torch.Tensor:
     """Copy ``tensor`` into ``buffer`` at a byte offset; returns a view on the buffer of the same shape and strides.
 
     numpy does the copy: one memcpy without the GIL. torch would start OpenMP threads for the feeder, which would
     contend with the threads that decode.
     """
-    # preserve_format keeps the strides of a tensor that is dense without overlaps, and makes any other contiguous.
-    strides = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+    assert buffer is not None
+    strides = _dense_strides(tensor)
     if strides != tensor.stride():
         dense = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype)
         tensor = dense.copy_(tensor)
@@ -246,12 +286,15 @@ class _Moved:
     number: int
 
 
-def _note(found: list[torch.Tensor], there: list[torch.Tensor], value: Any) -> Any:
-    """Append a tensor that is to be moved to ``found``, and one that is on the device to ``there``."""
+def _note(found: list[tuple[torch.Tensor, torch.dtype]], there: list[torch.Tensor], value: Any) -> Any:
+    """Append a tensor that is to be moved to ``found``, with its dtype then, and one on the device to ``there``."""
+    if isinstance(value, Stored):
+        found.append((value.tensor, torch.int64))
+        return _Moved(len(found) - 1)
     if not isinstance(value, torch.Tensor):
         return value
     if value.device.type == "cpu" and value.layout == torch.strided:
-        found.append(value.detach().resolve_conj().resolve_neg())
+        found.append((value.detach().resolve_conj().resolve_neg(), value.dtype))
         return _Moved(len(found) - 1)
     if value.device.type == "cuda":
         there.append(value)

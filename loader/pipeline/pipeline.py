@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from ...storage.memory.libc import keep_freed_memory
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event, Thread
@@ -71,7 +73,12 @@ class Pipeline:
         self._out = DeliveryQueue(options.batch_budget_bytes if options.device is None else 0)
         self.interrupt = self._out.interrupt  # by any thread: an error that the next ``get`` raises
         self._pool = DaemonPool("penstock-decode", options.decode_threads)
-        self._memory = BatchMemory(options.batch_budget_bytes)
+        self._feeder = None if options.device is None else DeviceFeeder(options.device)
+        # Copies start from the batches' own memory, unless a user's function made them, which may change them later.
+        self._is_direct = self._feeder is not None and batch_options.transform is batch_options.collate is None
+        allocate = self._feeder.allocate if self._feeder is not None and self._is_direct else None
+        self._memory = BatchMemory(options.batch_budget_bytes, allocate)
+        decoders.widens_on_device = self._is_direct and batch_options.finish is None
         self._maker = BatchMaker(
             options=batch_options,
             decoders=decoders,
@@ -100,7 +107,6 @@ class Pipeline:
             leases=self._leases,
             keeps_unused=source.fit_into(options.chunk_budget_bytes),
         )
-        self._feeder = None if options.device is None else DeviceFeeder(options.device)
         self._host_out = self._out if self._feeder is None else DeliveryQueue(options.batch_budget_bytes)
         self._batch_budget_bytes = options.batch_budget_bytes
         self._waits_since: float | None = None  # the training loop, by perf_counter()
@@ -282,15 +288,19 @@ class Pipeline:
 
     # -- the copying thread ---------------------------------------------------------------------------------------
 
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._is_direct and self._memory.is_pinned(tensor.data_ptr(), tensor.nbytes)
+
     def _feed(self) -> None:
         assert self._feeder is not None
         try:
             while True:
                 item = self._host_out.get()
+                self._host_out.begin(_BEGUN_AHEAD)
                 if not item.is_end:
                     item = self._finish(item, item.batch)
                     started = time.perf_counter()
-                    item = replace(item, batch=self._feeder.stage(item.batch))
+                    item = replace(item, batch=self._feeder.stage(item.batch, self._is_pinned))
                     copied = {"copied_batches": 1, "copied_bytes": item.nbytes}
                     self._counters.add(copy_s=time.perf_counter() - started, **copied)
                 if not self._out.put(item):

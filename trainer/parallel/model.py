@@ -22,7 +22,7 @@ from .buckets import choose_bucket_mb, settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
 from .checks.attributes import carry_attributes
 from .checks.forward import EngineEntry, return_no_views
-from .checks.in_place import ForwardWrites, check_renormalised
+from .checks.in_place import ForwardWrites, check_renormalised, keep_in_place
 from .checks.limits import (
     check_exchangeable,
     check_optimizer,
@@ -362,6 +362,7 @@ def _shard(
         return_no_views(part)
         fully_shard(part, **arguments)
     set_formats(model, rounded, precision)
+    keep_in_place(model)
     return model
 
 

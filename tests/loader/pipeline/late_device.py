@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from penstock.loader.pipeline.device import DeviceFeeder
@@ -29,20 +31,32 @@ TENSORS = {
 }
 
 
+class Place:
+    """Where a tensor lies."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.address, self.nbytes = tensor.data_ptr(), tensor.nbytes
+        self.offset = tensor.storage_offset() * tensor.element_size()
+        self.storage = tensor.untyped_storage().data_ptr()
+
+
 class LateEvent:
     """Passes when someone waits for it, or when ``let_pass`` is set: only then are the copies before it done."""
 
-    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]], gate: threading.Event | None = None) -> None:
+    def __init__(self, copies: list[tuple[torch.Tensor, int]], gate: threading.Event | None, converted: list) -> None:
         self._copies = copies
+        self._converted = converted
         self._gate = gate
         self._running = threading.Lock()  # of two that wait, one copies; the other may overwrite the sources after it
         self.waits = 0
 
     def run(self) -> None:
         with self._running:
-            for target, source in self._copies:
-                target.copy_(source)
-            self._copies = []
+            for target, address in self._copies:
+                _read(address, target)
+            for wide, stored in self._converted:
+                wide.copy_(stored)
+            self._copies, self._converted = [], []
 
     def synchronize(self) -> None:
         self.waits += 1
@@ -51,28 +65,43 @@ class LateEvent:
         self.run()
 
 
+def _read(address: int, target: torch.Tensor) -> None:
+    """Copy what is at an address, of a tensor that may be gone, into one of its size and strides."""
+    source: np.ndarray = np.frombuffer((ctypes.c_uint8 * target.nbytes).from_address(address), np.uint8)
+    flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
+    np.copyto(flat.numpy(), source)
+
+
 class LateDevice:
-    """Reads the pinned memory as late as a device may: when the copy's event is waited for, and no sooner."""
+    """Reads the pinned memory as late as a device may: when the copy's event is waited for, and no sooner.
+
+    It keeps no tensor from which it copies, only all that it allocated, as torch does until the copies are done:
+    whoever lends the memory to others before has their bytes copied.
+    """
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self.allocated: list[int] = []
-        self.sources: list[Sequence[torch.Tensor]] = []
+        self._pinned: list[torch.Tensor] = []
+        self.sources: list[list[Place]] = []
         self.events: list[LateEvent] = []
         self.handed: list[int] = []
         self._gate = gate
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         self.allocated.append(nbytes)
-        return torch.full((nbytes,), 255, dtype=torch.uint8)
+        self._pinned.append(torch.full((nbytes,), 255, dtype=torch.uint8))
+        return self._pinned[-1]
 
-    def start_copies(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], LateEvent]:
-        self.sources.append(sources)
-        targets = [
-            torch.empty_strided(source.size(), source.stride(), dtype=source.dtype).fill_(99) for source in sources
-        ]
-        event = LateEvent(list(zip(targets, sources, strict=True)), self._gate)
+    def start_copies(
+        self, sources: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+    ) -> tuple[list[torch.Tensor], LateEvent]:
+        self.sources.append([Place(source) for source in sources])
+        targets = [torch.empty_strided(one.size(), one.stride(), dtype=one.dtype).fill_(99) for one in sources]
+        copies = [(target, one.data_ptr()) for target, one in zip(targets, sources, strict=True) if one.nbytes]
+        wide = [one if one.dtype == dtype else one.to(dtype) for one, dtype in zip(targets, dtypes, strict=True)]
+        event = LateEvent(copies, self._gate, [(a, b) for a, b in zip(wide, targets, strict=True) if a is not b])
         self.events.append(event)
-        return targets, event
+        return wide, event
 
     def hand_over(self, tensors: Sequence[torch.Tensor], event: LateEvent) -> None:
         event.run()

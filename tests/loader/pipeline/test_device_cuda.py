@@ -6,11 +6,15 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from late_device import TENSORS
 
+from penstock.loader.decoding.batch import Stored
+from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.pipeline.device import DeviceFeeder
+from penstock.loader.pipeline.pinned import register_memory
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
 
@@ -88,3 +92,41 @@ def test_close_in_the_middle_of_copies_is_safe_on_the_device():
     ring.close()
     assert [int(batch.take()["x"].max()) for batch in staged] == [0, 1]
     assert ring.pinned_bytes == 0
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_batches_copied_from_pinned_memory_that_is_lent_again_are_never_mixed():
+    ring = DeviceFeeder("cuda", slots=2)
+    memory = BatchMemory(64 << 20, ring.allocate)
+    shape, wrong = (1 << 20,), torch.zeros((), dtype=torch.int64, device="cuda")
+    arrived = []
+    for number in range(300):
+        values = memory.empty(shape, np.dtype(np.uint16))
+        values[:] = number
+        batch = {"x": Stored(torch.from_numpy(values))}
+        del values
+        arrived.append(ring.stage(batch, lambda one: memory.is_pinned(one.data_ptr(), one.nbytes)))
+        del batch
+        if number % 3 == 0:
+            torch.cuda._sleep(2_000_000)
+        if len(arrived) > 2:
+            taken = arrived.pop(0).take()["x"]
+            assert taken.dtype == torch.int64
+            wrong += (taken != number - 2).sum()
+    assert wrong.item() == 0
+    assert ring.pinned_bytes == 0
+    ring.close()
+    memory.close()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_memory_that_is_registered_is_pinned_until_it_is_gone():
+    memory = register_memory(3 << 20, torch.device("cuda", 0))
+    assert torch.from_numpy(memory).is_pinned()
+    for _ in range(20):
+        memory = register_memory(3 << 20, torch.device("cuda", 0))
+        torch.from_numpy(memory).fill_(1)
+        there = torch.from_numpy(memory).to("cuda", non_blocking=True)
+    assert int(there.sum()) == 3 << 20

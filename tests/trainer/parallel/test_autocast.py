@@ -523,6 +523,23 @@ def test_complex_weights_are_trained_without_a_warning(tmp_path: Path) -> None:
     run_ranks(train_complex, 2, str(tmp_path))
 
 
+def flatten(layer: nn.RNNBase) -> None:
+    """What a recurrent layer does on CUDA with weights that it has not seen before."""
+    weights = layer._flat_weights
+    parts = torch.cat([one.detach().flatten() for one in weights]).split([one.numel() for one in weights])
+    with torch.no_grad():
+        for one, part in zip(weights, parts, strict=True):
+            one.set_(part.view(one.shape))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recurrent_layers_compute_with_the_weights_that_are_gathered(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
+    compare(world, str(tmp_path), "recurrent", dtype)
+
+
 class Skipping(Blocks):
     """A layer that rank 1 does not use."""
 

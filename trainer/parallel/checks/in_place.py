@@ -1,4 +1,4 @@
-"""Parameters that forward writes to, which only an unsharded model on one rank keeps: refused by name."""
+"""Parameters that forward writes to, which only an unsharded model on one rank keeps: refused by name, or not moved."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ def check_renormalised(model: nn.Module, zero: int, *, exchanges: bool) -> None:
                 f"that it looks up, and with {where} these writes do not come to all ranks; shorten what it returns "
                 "instead, or train on one rank with parallel.zero=0"
             )
+
+
+def keep_in_place(model: nn.Module) -> None:
+    """Have recurrent layers of a sharded model compute with their weights where these are gathered.
+
+    On CUDA they move weights that they have not seen before into one piece of memory, where none are gathered later.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
+
+
+def _leave_in_place() -> None:
+    """In the place of a recurrent layer's ``flatten_parameters``."""
 
 
 class ForwardWrites:
