@@ -40,8 +40,6 @@ from .formats.tokens import TokensFormat as TokensFormat
 from .metrics import LoaderMetrics as LoaderMetrics
 from .metrics import MixtureMetrics as MixtureMetrics
 from .metrics import SourceProgress as SourceProgress
-from .mixtures.mixture import Mixture as Mixture
-from .mixtures.mixture import Source as Source
 from .mixtures.position import MixtureChangedWarning as MixtureChangedWarning
 from .order.costs.buckets import Bucket as Bucket
 from .order.costs.budget import TokenBudget as TokenBudget
@@ -60,8 +58,10 @@ from .reading.bad.quarantine import BadChunkWarning as BadChunkWarning
 from .reading.bad.samples import BadSampleWarning as BadSampleWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .serving import serve_metrics as serve_metrics
-from .streams.keep import Keep as Keep
-from .streams.keep import KeepChoice as KeepChoice
+from .sources.keep import Keep as Keep
+from .sources.keep import KeepChoice as KeepChoice
+from .sources.mixture import Mixture as Mixture
+from .sources.mixture import Source as Source
 from .tools import AuditReport as AuditReport
 from .tools import CostExpression as CostExpression
 from .tools import EpochAccount as EpochAccount

@@ -34,7 +34,6 @@ from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.row_work import Sample
 from .formats.shard import ShardFormat
 from .metrics import Counters
-from .mixtures.mixture import Mixture
 from .mixtures.parts import refuse_whole
 from .observed import Observed
 from .order.auto import Choice
@@ -56,8 +55,9 @@ from .ranks.sequence_cut import SequenceCut
 from .ranks.stages import FieldsByStage
 from .reading.bad.file import Paths, Quarantined
 from .reading.bad.quarantine import BadChunk
-from .streams.keep import KeepChoice
-from .streams.reshaping import Reshaping
+from .sources.keep import KeepChoice
+from .sources.mixture import Mixture
+from .sources.reshaping import Reshaping
 from .views.samples import DatasetView
 
 if TYPE_CHECKING:

@@ -52,6 +52,7 @@ FLOORS = {
         {"packing"},
         {"pipeline"},
         {"arguments"},
+        {"sources"},
         {"streams"},
         {"positions"},
         {"mixtures"},

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..columns import IntArray
 from ..order.cached import cached_property
-from .keep import BoolArray
+from ..sources.keep import BoolArray
 from .work import Yield
 
 

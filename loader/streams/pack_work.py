@@ -21,7 +21,7 @@ from ..packing.packed import Packed
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
 from ..reading.bad.quarantine import ReplacesChunks
-from .keep import BoolArray, Sieve
+from ..sources.keep import BoolArray, Sieve
 from .packed_batch import PackedUnit, count_packed, start_batches
 from .row_reader import RowReader, pick_rows
 from .work import Collected, PendingYield, Ready, StepRows, Yield

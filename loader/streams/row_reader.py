@@ -16,7 +16,7 @@ from ..decoding.rows import Rows
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..reading.bad.quarantine import ReplacesChunks
-from .keep import BoolArray, Sieve
+from ..sources.keep import BoolArray, Sieve
 
 
 class RowReader:

@@ -17,7 +17,7 @@ from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes
 from ..reading.bad.quarantine import ReplacesChunks
-from .keep import BoolArray, Sieve
+from ..sources.keep import BoolArray, Sieve
 from .row_reader import RowReader, pick_rows
 
 
