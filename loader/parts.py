@@ -14,10 +14,13 @@ import torch
 from ..storage import EncryptedStore, open_store
 from ..storage.options import MappedReads
 from ..storage.telling.counts import fastest_response_s
-from .arguments.common import LastBatch, SampleWeights, check_names, fields_of, make_selection
-from .arguments.costs import CostArguments
-from .arguments.errors import ErrorArguments
-from .arguments.groups import GroupArguments
+from .config.checks import LastBatch, SampleWeights, check_names, fields_of, make_selection
+from .config.costs import CostArguments
+from .config.errors import ErrorArguments
+from .config.groups import GroupArguments
+from .config.keep import KeepChoice
+from .config.mixture import Mixture, Source
+from .config.reshaping import Reshaping
 from .dataset.index import find_manifest
 from .dataset.manifest import Manifest
 from .decoding.batch_options import BatchOptions
@@ -36,9 +39,6 @@ from .order.plan import Order, Share
 from .order.selecting.selection import Selection
 from .order.selecting.subset import Subset
 from .packing.config import Packing
-from .passes.assembly import make_assembler, make_position, peek_alone, peek_mixed
-from .passes.passes import Passes
-from .passes.resources import Resources
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuner import Tuner
 from .pipeline.tuning import PipelineOptions, TuningChoice, tune
@@ -48,10 +48,10 @@ from .reading.bad.quarantine import BadChunk, Quarantine
 from .reading.bad.samples import BadSamples
 from .reading.chunk_source import ChunkSource, reads_locally
 from .reading.kept_layouts import KeptLayouts
-from .sources.keep import KeepChoice
+from .run.assembly import make_assembler, make_position, peek_alone, peek_mixed
+from .run.resources import Resources
+from .run.run import Passes
 from .sources.kinds import Kind, group_kinds
-from .sources.mixture import Mixture, Source
-from .sources.reshaping import Reshaping
 from .sources.sources import OpenSource, Sources
 from .views.mixed_peek import MixedLook
 from .views.peek import Look

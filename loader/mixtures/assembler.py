@@ -19,12 +19,12 @@ from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_a
 from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
 from ..pipeline.tuning import mean_row_bytes
+from ..sources.fields import check_fields
 from ..sources.kinds import Kind
+from ..sources.quarantine import MixedQuarantine
 from ..sources.sources import Sources
 from .batch import KindRows, start_batch
 from .epochs import Place
-from .fields import check_fields
-from .quarantine import MixedQuarantine
 
 _PLANNED_FOR_ONE, _MOST_PLANNED = 2, 256  # spans: planning one of many sources takes longer than of one
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..config.mixture import Mixture
 from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import RawValues
 from ..errors import ConfigError
@@ -14,16 +15,15 @@ from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..order.mixtures.spans import SourceOrder
 from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
+from ..sources.fields import check_names
 from ..sources.kinds import Kind, group_kinds, group_layouts, make_kind
-from ..sources.mixture import Mixture
+from ..sources.quarantine import MixedQuarantine
 from ..sources.sources import Sources, open_sources
 from ..streams import channel as channels
 from ..streams.channel import number_loader
 from ..streams.ledger import Ledgers
 from .assembler import MixtureAssembler
-from .fields import check_names
 from .position import MixturePosition
-from .quarantine import MixedQuarantine
 from .stream_assembler import MixedStreamAssembler
 from .stream_position import MixedStreamPosition
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from ..config.mixture import Mixture, check_position, update_weights
 from ..errors import ConfigError, StateMismatchError
 from ..order.auto import Choice, choose_order
 from ..order.costs.steps import Steps
@@ -19,7 +20,6 @@ from ..order.mixtures.state import MixtureState, SourceState
 from ..order.permutation import stream_key
 from ..order.plan import Order, Share
 from ..positions.position import RunPosition, Tell, tell_nobody
-from ..sources.mixture import Mixture, check_position, update_weights
 from ..sources.sources import OpenSource, Sources
 from .epochs import EpochPlace, EpochSteps, Place
 from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream

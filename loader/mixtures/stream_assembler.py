@@ -20,7 +20,9 @@ from ..order.outputs import keeper_ranks
 from ..order.plan import EpochPlan, share_bounds
 from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once
 from ..pipeline.delivery_queue import Delivery
+from ..sources.fields import check_fields
 from ..sources.kinds import Kind
+from ..sources.quarantine import MixedQuarantine, QuarantineOfSource
 from ..sources.sources import Sources
 from ..streams.assembler import choose_feeding
 from ..streams.epoch_supply import EpochSupply
@@ -29,8 +31,6 @@ from ..streams.make_work import make_work
 from ..streams.waiting import wait_for_ranks
 from ..streams.work import WindowWork
 from .dealing import Dealer, DealtSteps
-from .fields import check_fields
-from .quarantine import MixedQuarantine, QuarantineOfSource
 from .source_view import see_source
 from .stream_position import StreamPlace
 from .supply import SourceSupply

@@ -18,8 +18,10 @@ import xxhash
 
 from ...storage import Store, open_store
 from ...storage.options import MappedReads
-from ..arguments.common import check_names, make_selection
 from ..columns import Block, IntArray
+from ..config.checks import check_names, make_selection
+from ..config.mixture import Mixture, Source
+from ..config.reshaping import Reshaping
 from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..dataset.manifest import Manifest
@@ -32,8 +34,6 @@ from ..order.selecting.selection import Selection
 from ..packing.config import Packing
 from ..packing.packer import Packer
 from ..reading.chunk_source import ChunkSource, Fetched, reads_locally
-from .mixture import Mixture, Source
-from .reshaping import Reshaping
 
 SOURCE = "__source__"
 _MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or give them numbers by a transform="

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..config.reshaping import fields_of_rows
 from ..pipeline.assembler import Equipment
 from ..reading.bad.quarantine import ReplacesChunks
-from ..sources.reshaping import fields_of_rows
 from ..sources.sources import OpenSource
 from .pack_work import PackWork
 from .work import FilterWork, WindowWork

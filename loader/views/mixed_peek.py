@@ -14,12 +14,12 @@ from ..errors import ConfigError
 from ..metrics import Counters
 from ..mixtures.assembler import RowGatherer
 from ..mixtures.batch import start_batch
-from ..mixtures.fields import check_fields
 from ..mixtures.parts import MixtureParts
-from ..mixtures.quarantine import MixedQuarantine
 from ..order.mixtures.spans import MixedSpans
-from ..passes.passes import Passes
+from ..run.run import Passes
+from ..sources.fields import check_fields
 from ..sources.kinds import Kind
+from ..sources.quarantine import MixedQuarantine
 from ..sources.sources import JointChunks
 from .ahead import load_ahead
 from .peek import copy_to

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...storage.suggestions import did_you_mean
-from ..arguments.common import check_names
-from ..arguments.costs import CostArguments
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError
 from ..formats.schema import NULL_SUFFIX, names_read, null_marks
@@ -16,6 +14,8 @@ from ..order.state import PACKING
 from ..packing.config import Packing
 from ..packing.packer import Packer
 from ..pipeline.tuning import mean_row_bytes
+from .checks import check_names
+from .costs import CostArguments
 from .keep import KeepChoice, Sieve
 
 FILTER = "filter"

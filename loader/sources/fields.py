@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from ..columns import KEY_COLUMN, Block, IntArray
+from ..config.reshaping import fields_of_rows
 from ..decoding.batch import BatchMaker
 from ..decoding.gather import gather
 from ..errors import ConfigError
 from ..order.spans import ChunkRows
 from ..reading.bad.quarantine import DATA_ERRORS
-from ..sources.kinds import Kind, group_kinds
-from ..sources.reshaping import fields_of_rows
-from ..sources.sources import OpenSource, Sources
+from .kinds import Kind, group_kinds
+from .sources import OpenSource, Sources
 
 _MOST_LOOKED_AT, _MOST_TRIED = 256, 16  # samples that may all be dropped
 _MOST_CHUNKS = 4  # that may all be bad

@@ -9,7 +9,7 @@ from ..errors import DatasetError
 from ..order.spans import ChunkRows
 from ..reading.bad.quarantine import DATA_ERRORS, BadChunk, Quarantine
 from ..reading.chunk_source import ChunkSource
-from ..sources.sources import Sources
+from .sources import Sources
 
 
 class QuarantineOfSource:

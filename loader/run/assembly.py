@@ -26,7 +26,7 @@ from ..streams.assembler import StreamAssembler
 from ..streams.channel import MemoryChannel, number_loader, open_channel
 from ..streams.ledger import Ledgers
 from ..streams.make_work import make_work
-from .passes import Passes
+from .run import Passes
 
 MakeAssembler = Callable[[Equipment, Start], Assembler]
 
