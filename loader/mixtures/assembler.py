@@ -21,7 +21,7 @@ from ..pipeline.delivery_queue import Delivery
 from ..pipeline.tuning import mean_row_bytes
 from ..sources.fields import check_fields
 from ..sources.kinds import Kind
-from ..sources.quarantine import MixedQuarantine
+from ..sources.quarantine import Quarantine
 from ..sources.sources import Sources
 from .batch import KindRows, start_batch
 from .epochs import Place
@@ -39,7 +39,7 @@ class MixtureAssembler:
         *,
         sources: Sources,
         kinds: Sequence[Kind],
-        quarantine: MixedQuarantine,
+        quarantine: Quarantine,
         place: Callable[[], Place],
     ) -> None:
         self._equipment = equipment
@@ -171,7 +171,7 @@ class RowGatherer:
         sources: Sources,
         kinds: Sequence[Kind],
         orders: Sequence[SourceOrder],
-        quarantine: MixedQuarantine,
+        quarantine: Quarantine,
     ) -> None:
         self._sources = sources
         self._kinds = kinds

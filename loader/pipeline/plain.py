@@ -22,7 +22,7 @@ from ..order.costs.buckets import plan_epoch
 from ..order.costs.costs import SampleCosts
 from ..order.selecting.selection import Selection
 from ..order.spans import EpochSpans, Span
-from ..reading.bad.quarantine import Quarantine
+from ..reading.bad.quarantine import ReplacesChunks
 from .assembler import MOST_AT_ONCE, Equipment, Start, cut_step, hand_over, pick_uses, steps_at_once
 from .delivery_queue import Delivery
 from .look_ahead import LookAhead
@@ -47,7 +47,7 @@ class PlainAssembler:
         start: Start,
         *,
         last_batch: str,
-        quarantine: Quarantine,
+        quarantine: ReplacesChunks,
         selection: Selection | None = None,
         bucket_costs: SampleCosts | None = None,
     ) -> None:
