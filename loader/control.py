@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .arguments.common import check_at_least
+from .config.checks import check_at_least
 from .errors import ConfigError
 from .order.plan import Share
 from .parts import Parts
-from .passes.passes import Passes
-from .passes.resources import Resources
 from .positions.position import RunPosition
+from .run.resources import Resources
+from .run.run import Passes
 
 
 class Control:

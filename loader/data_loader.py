@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 import torch
 
-from .arguments.common import (
+from .config.checks import (
     LastBatch,
     SampleWeights,
     check_at_least,
@@ -20,12 +20,15 @@ from .arguments.common import (
     make_share,
     parse_cache_limit,
 )
-from .arguments.costs import CostArguments
-from .arguments.device import open_image_codec
-from .arguments.errors import ErrorArguments, OnError
-from .arguments.foreign import refuse_foreign
-from .arguments.groups import GroupArguments
-from .arguments.tuning import read_tuning
+from .config.costs import CostArguments
+from .config.device import open_image_codec
+from .config.errors import ErrorArguments, OnError
+from .config.foreign import refuse_foreign
+from .config.groups import GroupArguments
+from .config.keep import KeepChoice
+from .config.mixture import Mixture
+from .config.reshaping import Reshaping
+from .config.tuning import read_tuning
 from .control import Control
 from .dataset.manifest import Manifest
 from .dataset.splits import Split
@@ -34,7 +37,6 @@ from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
 from .decoding.row_work import Sample
 from .formats.shard import ShardFormat
 from .metrics import Counters
-from .mixtures.mixture import Mixture
 from .mixtures.parts import refuse_whole
 from .observed import Observed
 from .order.auto import Choice
@@ -44,8 +46,6 @@ from .order.costs.costs import Cost
 from .order.selecting.subset import Subset
 from .packing.config import Packing
 from .parts import Common, open_one, open_several
-from .passes.resources import Owner
-from .passes.standing import Standing
 from .pipeline.delivery_log import DeliveryLog
 from .pipeline.device import resolve_cuda
 from .ranks.calls import Calls
@@ -56,8 +56,8 @@ from .ranks.sequence_cut import SequenceCut
 from .ranks.stages import FieldsByStage
 from .reading.bad.file import Paths, Quarantined
 from .reading.bad.quarantine import BadChunk
-from .streams.keep import KeepChoice
-from .streams.reshaping import Reshaping
+from .run.resources import Owner
+from .run.standing import Standing
 from .views.samples import DatasetView
 
 if TYPE_CHECKING:

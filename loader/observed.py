@@ -13,8 +13,8 @@ from ..storage.telling.timeline import Timeline, write_chrome_trace
 from .errors import ConfigError
 from .metrics import LoaderMetrics
 from .parts import Parts
-from .passes.passes import Passes
-from .passes.resources import Resources
+from .run.resources import Resources
+from .run.run import Passes
 
 _RECORDING = threading.Lock()
 

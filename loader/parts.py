@@ -14,10 +14,13 @@ import torch
 from ..storage import EncryptedStore, open_store
 from ..storage.options import MappedReads
 from ..storage.telling.counts import fastest_response_s
-from .arguments.common import LastBatch, SampleWeights, check_names, fields_of, make_selection
-from .arguments.costs import CostArguments
-from .arguments.errors import ErrorArguments
-from .arguments.groups import GroupArguments
+from .config.checks import LastBatch, SampleWeights, check_names, fields_of, make_selection
+from .config.costs import CostArguments
+from .config.errors import ErrorArguments
+from .config.groups import GroupArguments
+from .config.keep import KeepChoice
+from .config.mixture import Mixture, Source
+from .config.reshaping import Reshaping
 from .dataset.index import find_manifest
 from .dataset.manifest import Manifest
 from .decoding.batch_options import BatchOptions
@@ -30,17 +33,12 @@ from .decoding.workers.pool import WorkerPool
 from .formats.detect import make_format
 from .formats.shard import ShardFormat
 from .metrics import Counters
-from .mixtures.batch import group_kinds
-from .mixtures.mixture import Mixture
 from .mixtures.parts import MixtureParts, open_mixture
 from .mixtures.stream_position import MixedStreamPosition
 from .order.plan import Order, Share
 from .order.selecting.selection import Selection
 from .order.selecting.subset import Subset
 from .packing.config import Packing
-from .passes.assembly import make_assembler, make_position, peek_alone, peek_mixed
-from .passes.passes import Passes
-from .passes.resources import Resources
 from .pipeline.pipeline import Pipeline
 from .pipeline.tuner import Tuner
 from .pipeline.tuning import PipelineOptions, TuningChoice, tune
@@ -50,8 +48,11 @@ from .reading.bad.quarantine import BadChunk, Quarantine
 from .reading.bad.samples import BadSamples
 from .reading.chunk_source import ChunkSource, reads_locally
 from .reading.kept_layouts import KeptLayouts
-from .streams.keep import KeepChoice
-from .streams.reshaping import Reshaping
+from .run.assembly import make_assembler, make_position, peek_alone, peek_mixed
+from .run.resources import Resources
+from .run.run import Passes
+from .sources.kinds import Kind, group_kinds
+from .sources.sources import OpenSource, Sources
 from .views.mixed_peek import MixedLook
 from .views.peek import Look
 
@@ -197,18 +198,6 @@ def open_one(
     share, bucket_costs = told.open(
         manifest, common.share, storage_options=common.storage_options, cache_dir=common.cache_dir
     )
-    position = make_position(
-        reshaping,
-        manifest,
-        share=share,
-        last_batch=common.last_batch,
-        selection=selection,
-        bucket=told.bucket,
-        bucket_costs=bucket_costs,
-        **common.ordering,
-    )
-    if isinstance(position, StreamPosition):
-        common.resources.others.append(position.ledgers)
     names = check_names(manifest, common.columns, common.decode)
     batch_options.refuse_taken_names(fields_of(manifest) if names is None else names, manifest.url)
     names, batch_options = common.group.open(manifest, names, batch_options)
@@ -230,8 +219,47 @@ def open_one(
         kept=None if isinstance(store, EncryptedStore) else KeptLayouts(manifest, read, common.cache_dir),
     )
     common.resources.others.append(chunks)
+    options = Source(
+        source,
+        columns=common.columns,
+        decode=common.decode,
+        keep=common.keep,
+        transform=batch_options.transform,
+        may_drop=batch_options.may_drop,
+        packing=common.packing,
+        format=common.format,
+        storage_options=common.storage_options,
+        split=split,
+        subset=subset,
+    )
+    sources = Sources(
+        [
+            OpenSource(
+                name=manifest.url,
+                options=options,
+                manifest=manifest,
+                selection=selection,
+                columns=names,
+                store=store,
+                chunks=chunks,
+                reshaping=reshaping,
+            )
+        ],
+        is_mixed=False,
+    )
+    position = make_position(
+        sources,
+        share=share,
+        last_batch=common.last_batch,
+        bucket=told.bucket,
+        bucket_costs=bucket_costs,
+        **common.ordering,
+    )
+    if isinstance(position, StreamPosition):
+        common.resources.others.append(position.ledgers)
     decoders.are_images = ImageFields(chunks)
     decoders.of_columns = manifest.has_columns
+    kinds = [Kind((0,), decoders, batch_options.transform, batch_options.may_drop)]
     quarantine = Quarantine(chunks, common.max_bad_chunks, selection, policy.bad)
     look = Look(
         chunks.apart(names),
@@ -256,14 +284,12 @@ def open_one(
         bad=policy.bad,
         tuner=Tuner(common.tuning_choice),
         make_assembler=make_assembler(
-            reshaping,
+            sources,
+            kinds,
             position,
-            manifest,
             last_batch=common.last_batch,
             quarantine=quarantine,
-            selection=selection,
             bucket_costs=bucket_costs,
-            columns=names,
             is_logged=common.is_logged,
         ),
     )
@@ -326,7 +352,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
     look = MixedLook(parts, options, common.max_bad_chunks or 0, common.threads, common.device)
     make_pipeline = partial(
         Pipeline,
-        source=parts.chunks,
+        source=parts.sources.chunks,
         batch_options=options,
         decoders=parts.kinds[0].decoders,
         counters=common.counters,

@@ -19,11 +19,12 @@ from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_a
 from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
 from ..pipeline.tuning import mean_row_bytes
-from .batch import Kind, KindRows, start_batch
+from ..sources.fields import check_fields
+from ..sources.kinds import Kind
+from ..sources.quarantine import MixedQuarantine
+from ..sources.sources import Sources
+from .batch import KindRows, start_batch
 from .epochs import Place
-from .fields import check_fields
-from .quarantine import MixedQuarantine
-from .sources import OpenSources
 
 _PLANNED_FOR_ONE, _MOST_PLANNED = 2, 256  # spans: planning one of many sources takes longer than of one
 
@@ -36,7 +37,7 @@ class MixtureAssembler:
         equipment: Equipment,
         start: Start,
         *,
-        sources: OpenSources,
+        sources: Sources,
         kinds: Sequence[Kind],
         quarantine: MixedQuarantine,
         place: Callable[[], Place],
@@ -167,7 +168,7 @@ class RowGatherer:
 
     def __init__(
         self,
-        sources: OpenSources,
+        sources: Sources,
         kinds: Sequence[Kind],
         orders: Sequence[SourceOrder],
         quarantine: MixedQuarantine,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,61 +14,11 @@ from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_options import Batch
 from ..decoding.byte_views import ByteViews
 from ..decoding.collate import collate_values
-from ..decoding.decode import FieldDecoders
 from ..decoding.row_job import RowJob
 from ..decoding.row_work import Sample
 from ..decoding.rows import Rows
-from .sources import OpenSource, OpenSources
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What lies alike, and is decoded and transformed alike: the numbers of its sources, their decoders, a transform.
-
-    ``may_drop``: the transform may return None.
-    """
-
-    sources: tuple[int, ...]
-    decoders: FieldDecoders
-    transform: Any
-    may_drop: bool = False
-
-    def maker(self, maker: BatchMaker) -> BatchMaker:
-        """The same maker for rows of this kind."""
-        options = replace(maker.options, transform=self.transform, may_drop=self.may_drop)
-        return replace(maker, decoders=self.decoders, options=options)
-
-
-def group_kinds(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
-    """The numbers of the sources with the same ``decode`` and ``transform``."""
-    groups: list[list[int]] = []
-    for number, source in enumerate(sources):
-        for group in groups:
-            other = sources[group[0]].options
-            drops = other.may_drop == source.options.may_drop
-            if drops and other.transform is source.options.transform and _same(other.decode, source.options.decode):
-                group.append(number)
-                break
-        else:
-            groups.append([number])
-    return [tuple(group) for group in groups]
-
-
-def group_layouts(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
-    """The same groups, parted where values lie otherwise in memory: what is gathered and decoded together."""
-    parted: list[tuple[int, ...]] = []
-    for group in group_kinds(sources):
-        by_layout: dict[Hashable, list[int]] = {}
-        for number in group:
-            by_layout.setdefault(sources[number].chunks.layout, []).append(number)
-        parted.extend(map(tuple, by_layout.values()))
-    return parted
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
-    return bool(one is other or one == other)
+from ..sources.kinds import Kind
+from ..sources.sources import Sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +32,7 @@ class KindRows:
     rows: tuple[Rows, ...]
     epochs: IntArray
     seeds: AnyArray
-    sources: OpenSources
+    sources: Sources
 
     @property
     def ids(self) -> IntArray:

@@ -7,24 +7,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..config.mixture import Mixture
 from ..decoding.batch_options import BatchOptions
-from ..decoding.decode import FieldDecoders, RawValues, decodes_on_device
-from ..decoding.images.first_values import ImageFields
+from ..decoding.decode import RawValues
 from ..errors import ConfigError
 from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..order.mixtures.spans import SourceOrder
 from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
+from ..sources.fields import check_names
+from ..sources.kinds import Kind, group_kinds, group_layouts, make_kind
+from ..sources.quarantine import MixedQuarantine
+from ..sources.sources import Sources, open_sources
 from ..streams import channel as channels
 from ..streams.channel import number_loader
 from ..streams.ledger import Ledgers
 from .assembler import MixtureAssembler
-from .batch import Kind, group_kinds, group_layouts
-from .fields import check_names
-from .mixture import Mixture
 from .position import MixturePosition
-from .quarantine import MixedQuarantine
-from .sources import JointChunks, OpenSources, open_sources
 from .stream_assembler import MixedStreamAssembler
 from .stream_position import MixedStreamPosition
 
@@ -52,9 +51,8 @@ def refuse_whole(**arguments: Any) -> None:
 class MixtureParts:
     """The opened sources of a mixture, the position in its run, and what reads and assembles them."""
 
-    sources: OpenSources
+    sources: Sources
     position: MixturePosition
-    chunks: JointChunks
     kinds: Sequence[Kind]
     quarantine: MixedQuarantine
     counts: Sequence[Counters]  # of what is packed, by source
@@ -137,12 +135,10 @@ def open_mixture(
                 f"{other!r}): worker processes run one; use threads (processes=0), or one transform for all sources"
             )
         groups = [(number,) for number in range(len(sources))] if sources.are_streams else group_layouts(sources)
-        chunks = JointChunks(sources, [source.chunks for source in sources])
         return MixtureParts(
             sources=sources,
             position=position,
-            chunks=chunks,
-            kinds=[_make_kind(sources, group, raw, processes) for group in groups],
+            kinds=[make_kind(sources, group, raw, processes) for group in groups],
             quarantine=MixedQuarantine(sources, [source.chunks for source in sources], max_bad_chunks),
             counts=[Counters() for _ in sources],
             is_logged=is_logged,
@@ -152,7 +148,7 @@ def open_mixture(
         raise
 
 
-def _make_position(mixture: Mixture, sources: OpenSources, *, share: Share, **ordering: Any) -> MixturePosition:
+def _make_position(mixture: Mixture, sources: Sources, *, share: Share, **ordering: Any) -> MixturePosition:
     if not sources.are_streams:
         return MixturePosition(mixture, sources, share=share, **ordering)
     of = [
@@ -167,7 +163,7 @@ def _make_position(mixture: Mixture, sources: OpenSources, *, share: Share, **or
     return MixedStreamPosition(mixture, sources, ledgers=ledgers, share=share, **ordering)
 
 
-def check_packed(sources: OpenSources) -> None:
+def check_packed(sources: Sources) -> None:
     """Raise ConfigError unless all sources give sequences of one length with the same fields, or none does."""
     packs = {source.name: None if source.packer is None else source.packer.packing.seq_len for source in sources}
     if len(set(packs.values())) > 1:
@@ -185,35 +181,3 @@ def check_packed(sources: OpenSources) -> None:
             f"the sources of the mixture differ in the fields of their packed batches: {said}; give all their Packing "
             "the same fields="
         )
-
-
-def _make_kind(sources: OpenSources, group: tuple[int, ...], raw: RawValues, processes: int) -> Kind:
-    options = sources[group[0]].options
-    decoders = FieldDecoders(options.decode, raw, processes)
-    if isinstance(options.decode, Mapping) and any(map(decodes_on_device, options.decode.values())):
-        raise ConfigError(
-            f"Source(decode=...) of {sources[group[0]].name!r}: an ImageDecoder(device='cuda') does not go with a "
-            "Mixture; leave out its device="
-        )
-    decoders.are_images = _ImagesOfAll({sources[number].name: ImageFields(sources[number].chunks) for number in group})
-    decoders.of_columns = all(sources[number].manifest.has_columns for number in group)
-    may_drop = any(source.reshaping is not None and source.reshaping.may_drop for source in (sources[n] for n in group))
-    return Kind(group, decoders, options.transform, may_drop)
-
-
-class _ImagesOfAll:
-    """Whether a field whose name says nothing holds images, in all sources of a kind or in none."""
-
-    def __init__(self, fields: Mapping[str, ImageFields]) -> None:
-        self._fields = fields
-
-    def __call__(self, name: str) -> bool:
-        answers = {source: fields(name) for source, fields in self._fields.items()}
-        if len(set(answers.values())) > 1:
-            images = [source for source, answer in answers.items() if answer]
-            others = [source for source, answer in answers.items() if not answer]
-            raise ConfigError(
-                f"the sources of the mixture differ: the field {name!r} holds images in {images} and none in {others}; "
-                f"say what it holds with decode={{{name!r}: ...}}"
-            )
-        return any(answers.values())

@@ -13,12 +13,14 @@ from ..decoding.batch_options import BatchOptions
 from ..errors import ConfigError
 from ..metrics import Counters
 from ..mixtures.assembler import RowGatherer
-from ..mixtures.batch import Kind, start_batch
-from ..mixtures.fields import check_fields
+from ..mixtures.batch import start_batch
 from ..mixtures.parts import MixtureParts
-from ..mixtures.quarantine import MixedQuarantine
 from ..order.mixtures.spans import MixedSpans
-from ..passes.passes import Passes
+from ..run.run import Passes
+from ..sources.fields import check_fields
+from ..sources.kinds import Kind
+from ..sources.quarantine import MixedQuarantine
+from ..sources.sources import JointChunks
 from .ahead import load_ahead
 from .peek import copy_to
 
@@ -50,7 +52,8 @@ class MixedLook:
         spans = MixedSpans(position.plan, position.orders, passes.share)
         span, _ = spans.plan_span(epoch, consumed, here, 1)
         groups = {group.chunk: group for group in spans.expand(span)}
-        chunks = parts.chunks.apart()
+        chunks = parts.sources.chunks.apart(None)
+        assert isinstance(chunks, JointChunks)
         quarantine = MixedQuarantine(parts.sources, chunks.of_sources, self._max_bad_chunks)
         kinds = [Kind(kind.sources, kind.decoders.copy(), kind.transform) for kind in parts.kinds]
         gatherer = RowGatherer(parts.sources, kinds, position.orders, quarantine)

@@ -10,8 +10,8 @@ import torch
 
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event
-from ..arguments.errors import ErrorPolicy
 from ..columns import Block
+from ..config.errors import ErrorPolicy
 from ..decoding.batch import BatchMaker
 from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import FieldDecoders
@@ -22,12 +22,12 @@ from ..order.costs.costs import SampleCosts
 from ..order.plan import Order, Share
 from ..order.selecting.selection import Selection
 from ..order.spans import ChunkRows, EpochSpans
-from ..passes.passes import Passes
-from ..passes.resources import Resources
 from ..pipeline.assembler import cut_step
 from ..pipeline.device import DeviceFeeder
 from ..reading.bad.quarantine import Quarantine
 from ..reading.chunk_source import ChunkSource
+from ..run.resources import Resources
+from ..run.run import Passes
 from .ahead import load_ahead
 from .samples import SampleReader
 from .selected_ids import SelectedIds

@@ -19,12 +19,12 @@ from penstock import DistributedDataLoader, audit
 from penstock.loader import DatasetError, Manifest, open_manifest
 from penstock.loader.decoding.workers import pool as worker_pool
 from penstock.loader.decoding.workers.process import Worker, start_process
-from penstock.loader.passes.passes import Pass, Passes
-from penstock.loader.passes.resources import Resources
 from penstock.loader.pipeline.delivery_log import DeliveryLog
 from penstock.loader.pipeline.pipeline import Pipeline
 from penstock.loader.positions.position import Position
 from penstock.loader.reading.chunk_reader import ChunkReader
+from penstock.loader.run.resources import Resources
+from penstock.loader.run.run import Pass, Passes
 
 SAMPLES = 30
 PARTS: dict[str, list[Callable[..., Any]]] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ..arguments.no_items import NoItems
 from ..dataset.manifest import Manifest
 from ..order.plan import Order
-from .passes import Passes
+from .no_items import NoItems
+from .run import Passes
 
 
 class Standing:

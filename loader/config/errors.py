@@ -21,7 +21,7 @@ from ..order.selecting.selection import Selection
 from ..reading.bad.file import Paths, QuarantineFile, read_quarantine
 from ..reading.bad.samples import BadSamples, Limit
 from ..reading.chunk_source import ChunkSource
-from .common import check_at_least
+from .checks import check_at_least
 
 OnError = Literal["stop", "skip", "replace"]
 

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ...storage.suggestions import did_you_mean
-from ..arguments.common import check_names
-from ..arguments.costs import CostArguments
 from ..dataset.manifest import Manifest
 from ..errors import ConfigError
 from ..formats.schema import NULL_SUFFIX, names_read, null_marks
 from ..order.state import PACKING
 from ..packing.config import Packing
 from ..packing.packer import Packer
-from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes
-from ..reading.bad.quarantine import ReplacesChunks
+from .checks import check_names
+from .costs import CostArguments
 from .keep import KeepChoice, Sieve
-from .pack_work import PackWork
-from .work import FilterWork, WindowWork
 
 FILTER = "filter"
 
@@ -130,19 +125,6 @@ class Reshaping:
             hint = f"; {marks[0]!r} comes with {of[0]!r}, if that has nulls" if marks else ""
             raise ConfigError(f"keep=Keep(...): {exc}{hint}") from exc
         return None if columns is None else [*columns, *(name for name in asked if name not in columns)]
-
-    def make_work(
-        self, manifest: Manifest, quarantine: ReplacesChunks, columns: Sequence[str] | None
-    ) -> Callable[[Equipment], WindowWork]:
-        """What makes the work on rows whose decoded columns are ``columns``."""
-        packing = self.packing_for(manifest)
-        is_packed_as_read = packing is not None and not self.has_transform
-        fields = columns if is_packed_as_read else fields_of_rows(manifest, columns)
-        read: dict[str, Any] = {"quarantine": quarantine, "sieve": self.sieve, "fields": fields}
-        if packing is None:
-            return partial(FilterWork, may_drop=self.may_drop, skips=self.skips, **read)
-        packer, unit = packing
-        return partial(PackWork, packer=packer, unit=unit, **read)
 
 
 def fields_of_rows(manifest: Manifest, columns: Sequence[str] | None) -> Collection[str] | None:

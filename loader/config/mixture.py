@@ -20,7 +20,7 @@ from ..formats.shard import ShardFormat
 from ..order.mixtures.mixture import MOST_SAMPLES, Stop, WeightChange
 from ..order.selecting.subset import Subset
 from ..packing.config import Packing
-from ..streams.keep import KeepChoice
+from .keep import KeepChoice
 
 
 class _Inherited:

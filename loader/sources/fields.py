@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from ..columns import KEY_COLUMN, Block, IntArray
+from ..config.reshaping import fields_of_rows
 from ..decoding.batch import BatchMaker
 from ..decoding.gather import gather
 from ..errors import ConfigError
 from ..order.spans import ChunkRows
 from ..reading.bad.quarantine import DATA_ERRORS
-from ..streams.reshaping import fields_of_rows
-from .batch import Kind, group_kinds
-from .sources import OpenSource, OpenSources
+from .kinds import Kind, group_kinds
+from .sources import OpenSource, Sources
 
 _MOST_LOOKED_AT, _MOST_TRIED = 256, 16  # samples that may all be dropped
 _MOST_CHUNKS = 4  # that may all be bad
@@ -55,7 +55,7 @@ def _compare(one: str, fields: dict[str, Any], other: str, others: dict[str, Any
             )
 
 
-def check_fields(sources: OpenSources, kinds: Sequence[Kind], maker: BatchMaker) -> None:
+def check_fields(sources: Sources, kinds: Sequence[Kind], maker: BatchMaker) -> None:
     """Compare a first sample of each source as batches have it, unless their formats promise the same.
 
     Reads one chunk of each source, once. Called by the assembler's thread, before the first batch.
@@ -109,7 +109,7 @@ def _promise(source: OpenSource) -> Any:
     return source.manifest.format, types, tuple(sorted(map(str, source.manifest.config.items())))
 
 
-def _first_fields(sources: OpenSources, number: int, kind: Kind, maker: BatchMaker) -> dict[str, _Value] | None:
+def _first_fields(sources: Sources, number: int, kind: Kind, maker: BatchMaker) -> dict[str, _Value] | None:
     """The fields of a source's first sample that stays, and what each is; None if none of the first few does."""
     source = sources[number]
     chunk, block = _first_readable(source)

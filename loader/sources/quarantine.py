@@ -9,7 +9,7 @@ from ..errors import DatasetError
 from ..order.spans import ChunkRows
 from ..reading.bad.quarantine import DATA_ERRORS, BadChunk, Quarantine
 from ..reading.chunk_source import ChunkSource
-from .sources import OpenSources
+from .sources import Sources
 
 
 class QuarantineOfSource:
@@ -22,14 +22,14 @@ class QuarantineOfSource:
 
     def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
         """As ``Quarantine.replace``."""
-        other, block = self._of_all.replace(replace(group, chunk=group.chunk + self._first_chunk), error)
+        other, block = self._of_all.replace(replace(group, chunk=group.chunk + self._first_chunk), error, epoch)
         return _move(other, -self._first_chunk, -self._first_id), block
 
 
 class MixedQuarantine:
     """Used by the assembler thread; ``records``, whose chunks are joint numbers, by any."""
 
-    def __init__(self, sources: OpenSources, chunks: list[ChunkSource], limit: int) -> None:
+    def __init__(self, sources: Sources, chunks: list[ChunkSource], limit: int) -> None:
         self._sources = sources
         self._limit = limit
         self._own = [
@@ -50,7 +50,7 @@ class MixedQuarantine:
             for record in own.records
         ]
 
-    def replace(self, group: ChunkRows, error: BaseException) -> tuple[ChunkRows, Block]:
+    def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
         """As ``Quarantine.replace``, of joint chunks; raises ``error`` if it is not the data's.
 
         Raises:
@@ -65,7 +65,7 @@ class MixedQuarantine:
                 f"more than max_bad_chunks={self._limit} chunks cannot be read; the last one, of source "
                 f"{self._sources.names[source]!r}: {error}. `penstock verify` lists all that are bad"
             ) from error
-        own, block = self._own[source].replace(ChunkRows(chunk, group.rows, group.targets), error)
+        own, block = self._own[source].replace(ChunkRows(chunk, group.rows, group.targets), error, epoch)
         return _move(own, self._sources.first_chunks[source], self._sources.first_ids[source]), block
 
 

@@ -18,8 +18,10 @@ import xxhash
 
 from ...storage import Store, open_store
 from ...storage.options import MappedReads
-from ..arguments.common import check_names, make_selection
 from ..columns import Block, IntArray
+from ..config.checks import check_names, make_selection
+from ..config.mixture import Mixture, Source
+from ..config.reshaping import Reshaping
 from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..dataset.manifest import Manifest
@@ -32,8 +34,6 @@ from ..order.selecting.selection import Selection
 from ..packing.config import Packing
 from ..packing.packer import Packer
 from ..reading.chunk_source import ChunkSource, Fetched, reads_locally
-from ..streams.reshaping import Reshaping
-from .mixture import Mixture, Source
 
 SOURCE = "__source__"
 _MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or give them numbers by a transform="
@@ -41,7 +41,7 @@ _MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSource:
-    """One data set of a mixture, under its name there. ``columns`` are those that are decoded, None for all.
+    """One data set, under its name in a mixture, else its URL. ``columns`` are those that are decoded, None for all.
 
     ``reshaping`` is None where all of its samples are delivered.
     """
@@ -75,17 +75,21 @@ class OpenSource:
         return None if self.reshaping is None else self.reshaping.packer
 
 
-class OpenSources(Sequence[OpenSource]):
-    """All sources of a mixture, in its order. Owns their stores.
+class Sources(Sequence[OpenSource]):
+    """All sources of a loader, in order: those of a mixture, or a data set as a list of one. Owns their stores.
+
+    A mixture's, also if it is one, are told apart in batches, logs and errors; a data set alone keeps its own manifest.
 
     Mutable state: ``are_alike``, whether their samples were found to have the same fields.
     """
 
-    def __init__(self, sources: Sequence[OpenSource]) -> None:
+    def __init__(self, sources: Sequence[OpenSource], *, is_mixed: bool) -> None:
         self._sources = sources
-        self.are_alike = False
+        self.is_mixed = is_mixed
+        self.are_alike = not is_mixed
         self.names = [source.name for source in sources]
-        self.manifest = join_manifests(sources)
+        self.manifest = join_manifests(sources) if is_mixed else sources[0].manifest
+        self.chunks: ChunkSource = JointChunks(self) if is_mixed else sources[0].chunks
         self.first_chunks = _starts([source.manifest.num_chunks for source in sources])
         self.first_ids = _starts([source.manifest.num_samples for source in sources])
 
@@ -110,12 +114,19 @@ class OpenSources(Sequence[OpenSource]):
         return source, ids - np.array(self.first_ids, np.int64)[source]
 
     def identify(self, ids: IntArray) -> Mapping[str, IntArray]:
-        """What ``with_ids`` adds to batches: the number of each row's source, and the row's sample id in that."""
+        """What ``with_ids`` adds to batches: the sample id of each row, and in a mixture its source's number before."""
+        if not self.is_mixed:
+            return {IDS: ids}
         source, own = self.of_ids(ids)
         return {SOURCE: source, IDS: own}
 
     def describe(self) -> list[tuple[str, str, int, int]]:
-        """The name, fingerprint and number of samples of each source's data set, and those of one of its epochs."""
+        """The name, fingerprint and number of samples of each source's data set, and those of one of its epochs.
+
+        Empty where there is one data set, which logs describe by itself.
+        """
+        if not self.is_mixed:
+            return []
         return [(s.name, s.manifest.fingerprint, s.manifest.num_samples, s.num_samples) for s in self._sources]
 
     @property
@@ -146,7 +157,7 @@ def open_sources(
     cache_dir: str | PathLike[str] | None,
     cache_limit: int | None,
     **defaults: Any,
-) -> OpenSources:
+) -> Sources:
     """Open every source of a mixture; ``defaults`` are the loader's arguments that a ``Source`` may have of its own.
 
     Raises what opening a data set raises, with a note of the source's name.
@@ -173,7 +184,7 @@ def open_sources(
                 raise
         _mark_alike(opened)
         warn_of_classes(opened)
-        return OpenSources(opened)
+        return Sources(opened, is_mixed=True)
     except BaseException:
         for source in opened:
             source.store.close()
@@ -301,11 +312,11 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 class JointChunks(ChunkSource):
     """Reads and opens the chunks of all sources, by joint numbers. Called by the fetch threads."""
 
-    def __init__(self, sources: OpenSources, chunks: Sequence[ChunkSource]) -> None:
+    def __init__(self, sources: Sources, chunks: Sequence[ChunkSource] | None = None) -> None:
         self.manifest = sources.manifest
         self.columns = None
         self._sources = sources
-        self.of_sources = list(chunks)
+        self.of_sources = [source.chunks for source in sources] if chunks is None else list(chunks)
 
     def apart(self, columns: Sequence[str] | None = None) -> JointChunks:
         """One that reads the same with headers and counters of its own; each source keeps its columns."""
@@ -328,6 +339,10 @@ class JointChunks(ChunkSource):
         except Exception as exc:
             exc.add_note(f"in the source {self._sources.names[source]!r} of the mixture")
             raise
+
+    @property
+    def is_local(self) -> bool:
+        return self._sources.are_local
 
     @property
     def header_bytes(self) -> int:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..dataset.manifest import Manifest
 from ..decoding.decode import FieldDecoders
 from ..errors import ConfigError
 from ..metrics import Counters
@@ -15,27 +14,31 @@ from ..mixtures.parts import MixtureParts
 from ..mixtures.stream_position import MixedStreamPosition
 from ..order.costs.costs import SampleCosts
 from ..order.plan import Share
-from ..order.selecting.selection import Selection
 from ..pipeline.assembler import Assembler, Equipment, Start
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.plain import PlainAssembler
 from ..positions.position import Position
 from ..positions.stream_position import StreamPosition
 from ..reading.bad.quarantine import Quarantine
+from ..sources.kinds import Kind
+from ..sources.sources import Sources
 from ..streams.assembler import StreamAssembler
 from ..streams.channel import MemoryChannel, number_loader, open_channel
 from ..streams.ledger import Ledgers
-from ..streams.reshaping import Reshaping
-from .passes import Passes
+from ..streams.make_work import make_work
+from .run import Passes
 
 MakeAssembler = Callable[[Equipment, Start], Assembler]
 
 
-def make_position(reshaping: Reshaping | None, manifest: Manifest, *, share: Share, **options: Any) -> Position:
-    """Where a loader begins; ``options`` are those of ``Position``."""
+def make_position(sources: Sources, *, share: Share, **options: Any) -> Position:
+    """Where a loader of one data set begins; ``options`` are those of ``Position``."""
+    [source] = sources
+    manifest, selection, reshaping = source.manifest, source.selection, source.reshaping
+    options["selection"] = selection
     if reshaping is None:
         return Position(manifest, share=share, **options)
-    identity = f"{manifest.fingerprint}/{options['selection'] and options['selection'].to_dict()}"
+    identity = f"{manifest.fingerprint}/{selection and selection.to_dict()}"
     channel = partial(open_channel, number_loader(identity, share.world_size), share.world_size)
     ledgers = Ledgers(channel, rank=share.rank, world_size=share.world_size)
     packing = reshaping.packing_for(manifest)
@@ -45,32 +48,31 @@ def make_position(reshaping: Reshaping | None, manifest: Manifest, *, share: Sha
 
 
 def make_assembler(
-    reshaping: Reshaping | None,
+    sources: Sources,
+    kinds: Sequence[Kind],
     position: Position,
-    manifest: Manifest,
     *,
     last_batch: str,
     quarantine: Quarantine,
-    selection: Selection | None,
     bucket_costs: SampleCosts | None,
-    columns: Sequence[str] | None,
     is_logged: bool,
 ) -> MakeAssembler:
-    """How pipelines of this loader get their assembler."""
-    if reshaping is None:
+    """How pipelines of a loader of one data set, of one kind, get their assembler."""
+    [source], _ = sources, kinds
+    if source.reshaping is None:
         return partial(
             PlainAssembler,
             last_batch=last_batch,
             quarantine=quarantine,
-            selection=selection,
+            selection=source.selection,
             bucket_costs=bucket_costs,
         )
     assert isinstance(position, StreamPosition)
     return partial(
         StreamAssembler,
         last_batch=last_batch,
-        selection=selection,
-        make_work=reshaping.make_work(manifest, quarantine, columns),
+        selection=source.selection,
+        make_work=partial(make_work, source, quarantine=quarantine),
         is_logged=is_logged,
         ledgers=position.ledgers,
     )

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..limits import parse_bytes, usable_cores
 from ..pipeline.tuning import TuningChoice
 from ..ranks.detect import local_world_size
-from .common import check_at_least
+from .checks import check_at_least
 
 
 def read_tuning(

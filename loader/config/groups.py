@@ -11,7 +11,7 @@ from ..decoding.batch_options import BatchOptions
 from ..errors import ConfigError
 from ..ranks.sequence_cut import PlacedCut, SequenceCut
 from ..ranks.stages import FieldsByStage, StageFields
-from .common import fields_of
+from .checks import fields_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

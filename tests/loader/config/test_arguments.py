@@ -15,7 +15,7 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, PenstockError, TokenBudget, TokensFormat
 from penstock.loader import Keep
-from penstock.loader.arguments.common import check_names
+from penstock.loader.config.checks import check_names
 from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.errors import ConfigError
 
