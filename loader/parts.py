@@ -289,7 +289,6 @@ def open_one(
             position,
             last_batch=common.last_batch,
             quarantine=quarantine,
-            bucket_costs=bucket_costs,
             is_logged=common.is_logged,
         ),
     )

@@ -55,6 +55,7 @@ FLOORS = {
         {"sources"},
         {"streams"},
         {"positions"},
+        {"assembly"},
         {"mixtures"},
         {"run"},
         {"serving", "views"},

@@ -249,10 +249,7 @@ class PendingBatch(UnfinishedBatch):
         return pairs
 
     def result(self) -> Batch:
-        try:
-            job = self._job.result()
-        except (CancelledError, PoolClosedError) as exc:
-            raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
+        job = wait_for_rows(self._job)
         job.finish()
         if job.results.failed:
             assert self._maker.replacer is not None
@@ -264,18 +261,34 @@ class PendingBatch(UnfinishedBatch):
         return self._maker.join(samples, self._ids, self._num_rows, self._num_valid).result()
 
     def cancel(self) -> None:
-        if not self._job.cancel() and (job := self._started) is not None:
-            job.cancel()
+        cancel_rows(self._job)
 
     @property
     def is_done(self) -> bool:
-        return self.is_on_call or ((job := self._started) is not None and job.is_done)
+        return are_rows_done(self._job)
 
-    @property
-    def _started(self) -> RowJob | None:
-        """The work on its rows, if it has begun."""
-        job = self._job
-        return job.result() if job.done() and not job.cancelled() and job.exception() is None else None
+
+def wait_for_rows(job: Future[RowJob]) -> RowJob:
+    """The work on rows, once these are copied. Raises LoaderClosedError where they no longer are."""
+    try:
+        return job.result()
+    except (CancelledError, PoolClosedError) as exc:
+        raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
+
+
+def cancel_rows(job: Future[RowJob]) -> None:
+    """Have rows copied no more, or no more worked on."""
+    if not job.cancel() and (begun := _begun(job)) is not None:
+        begun.cancel()
+
+
+def are_rows_done(job: Future[RowJob]) -> bool:
+    """Whether all is done with rows but what is made when their batch is asked for."""
+    return isinstance(job, Call) or ((begun := _begun(job)) is not None and begun.is_done)
+
+
+def _begun(job: Future[RowJob]) -> RowJob | None:
+    return job.result() if job.done() and not job.cancelled() and job.exception() is None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..assembly.span_assembler import SpanAssembler
 from ..config.mixture import Mixture
 from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import RawValues
 from ..errors import ConfigError
 from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
-from ..order.mixtures.spans import SourceOrder
 from ..order.plan import Share
+from ..order.spans import SourceOrder
 from ..pipeline.assembler import Assembler, Equipment, Start
 from ..sources.fields import check_names
 from ..sources.kinds import Kind, group_kinds, group_layouts, make_kind
@@ -22,7 +23,6 @@ from ..sources.sources import Sources, open_sources
 from ..streams import channel as channels
 from ..streams.channel import number_loader
 from ..streams.ledger import Ledgers
-from .assembler import MixtureAssembler
 from .position import MixturePosition
 from .stream_assembler import MixedStreamAssembler
 from .stream_position import MixedStreamPosition
@@ -82,11 +82,12 @@ class MixtureParts:
                 counts=self.counts,
             )
         return partial(
-            MixtureAssembler,
+            SpanAssembler,
+            position=self.position,
             sources=self.sources,
             kinds=self.kinds,
+            last_batch="drop",  # every batch of a mixture is full
             quarantine=self.quarantine,
-            place=self.position.place,
         )
 
     def add_progress(self, metrics: LoaderMetrics) -> MixtureMetrics:

@@ -5,8 +5,8 @@ be needed, in order of first use; expanding a span shows which row of which chun
 Pure arithmetic over the plan; the open windows are the only state. Used by one thread, the assembler.
 
 A run reads one data set, or several as one stream. Each epoch of each source has lanes and windows of its own. A step
-takes from each lane of each its next samples, sorts all by (lane, source), and cuts that into the ranks' shares, so that
-a rank keeps to its lanes in every source. Chunks have numbers in the joint space of all sources.
+takes from each lane of each its next samples, sorts all by (lane, source), and cuts that into the ranks' shares, so
+that a rank keeps to its lanes in every source. Chunks have numbers in the joint space of all sources.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SourceOrder:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What some steps take of one epoch of one source: the positions in it, (steps + 1,), at which they begin and end."""
+    """Positions of one epoch of one source, (steps + 1,): where the next steps begin and end that take from it."""
 
     source: int
     epoch: int
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Some consecutive steps of an epoch of a run: their ``bounds`` (steps + 1,) in its positions, and the parts of these.
+    """Some consecutive steps of an epoch of a run: their ``bounds`` (steps + 1,) in its positions, and their parts.
 
     ``of_sources`` (2, sources): how many samples of each source's epochs, laid end to end, come before the first step,
     and how many before the end of the last. No steps: the epoch ends here.
@@ -84,8 +84,8 @@ class Span:
 
     ``row_starts`` (steps + 1,): where each step's rows begin when all are laid end to end; ``num_valid`` (steps,): how
     many of a step's rows, from its first on, are the rank's share. ``taken`` says of which epochs of which sources the
-    steps are; of n parts, the segments' ``lane`` is lane * n + part. A span that is planned within one epoch of one data
-    set does without.
+    steps are; of n parts, the segments' ``lane`` is lane * n + part. A span that is planned within one epoch of one
+    data set does without.
     """
 
     epoch: int
@@ -315,7 +315,7 @@ def cut_share(
 ) -> Span:
     """A rank's share of steps that begin and end at ``bounds`` (steps + 1,), as ``cuts`` (steps, world_size + 1) say.
 
-    ``offsets`` (steps + 1, columns): as of ``column_segments``. See ``Share`` for the row that a rank without any borrows.
+    ``offsets`` (steps + 1, columns): as of ``column_segments``. A rank without a row may borrow one; see ``Share``.
     """
     segments = column_segments(offsets, share.rank, share.world_size, cuts=cuts)
     num_valid = num_rows = cuts[:, share.rank + 1] - cuts[:, share.rank]

@@ -7,16 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..assembly.span_assembler import SpanAssembler
 from ..decoding.decode import FieldDecoders
 from ..errors import ConfigError
 from ..metrics import Counters
 from ..mixtures.parts import MixtureParts
 from ..mixtures.stream_position import MixedStreamPosition
-from ..order.costs.costs import SampleCosts
 from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
 from ..pipeline.pipeline import Pipeline
-from ..pipeline.plain import PlainAssembler
 from ..positions.position import Position
 from ..positions.stream_position import StreamPosition
 from ..reading.bad.quarantine import Quarantine
@@ -54,18 +53,18 @@ def make_assembler(
     *,
     last_batch: str,
     quarantine: Quarantine,
-    bucket_costs: SampleCosts | None,
     is_logged: bool,
 ) -> MakeAssembler:
     """How pipelines of a loader of one data set, of one kind, get their assembler."""
-    [source], _ = sources, kinds
+    [source] = sources
     if source.reshaping is None:
         return partial(
-            PlainAssembler,
+            SpanAssembler,
+            position=position,
+            sources=sources,
+            kinds=kinds,
             last_batch=last_batch,
             quarantine=quarantine,
-            selection=source.selection,
-            bucket_costs=bucket_costs,
         )
     assert isinstance(position, StreamPosition)
     return partial(

@@ -8,14 +8,15 @@ import torch
 
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event
+from ..assembly.kind_rows import RowKinds
+from ..columns import Block
 from ..decoding.batch import BatchMaker
 from ..decoding.batch_options import BatchOptions
 from ..errors import ConfigError
 from ..metrics import Counters
-from ..mixtures.assembler import RowGatherer
-from ..mixtures.batch import start_batch
 from ..mixtures.parts import MixtureParts
-from ..order.mixtures.spans import MixedSpans
+from ..order.spans import SpanPlanner
+from ..pipeline.assembler import cut_step
 from ..run.run import Passes
 from ..sources.fields import check_fields
 from ..sources.kinds import Kind
@@ -47,16 +48,16 @@ class MixedLook:
         passes.resources.check_open()
         passes.check_rank()
         parts, position = self._parts, self._parts.position
-        epoch, consumed = position.pass_start
-        _, here = position.cursor_at(epoch, consumed)
-        spans = MixedSpans(position.plan, position.orders, passes.share)
-        span, _ = spans.plan_span(epoch, consumed, here, 1)
-        groups = {group.chunk: group for group in spans.expand(span)}
+        orders = position.orders
+        planner = SpanPlanner(orders, passes.share, position.course(*position.pass_start), "drop")
+        span = planner.plan_next(1)
+        for _ in planner.open_windows(span):
+            pass
+        groups = {group.chunk: group for group in planner.expand(span)}
         chunks = parts.sources.chunks.apart(None)
         assert isinstance(chunks, JointChunks)
         quarantine = MixedQuarantine(parts.sources, chunks.of_sources, self._max_bad_chunks)
         kinds = [Kind(kind.sources, kind.decoders.copy(), kind.transform) for kind in parts.kinds]
-        gatherer = RowGatherer(parts.sources, kinds, position.orders, quarantine)
         pool = DaemonPool("penstock-look", self._threads)
         try:
             maker = BatchMaker(
@@ -69,9 +70,13 @@ class MixedLook:
                 stopping=Event(),
             )
             check_fields(parts.sources, kinds, maker)
-            rows = gatherer.gather(span, list(groups.values()), load_ahead(chunks.load, chunks.reserve, groups))
-            num_valid = int(span.num_valid[0])
-            batch = start_batch(maker, kinds, rows, num_valid, num_valid).result()
+            rows = RowKinds(parts.sources, kinds, orders, maker)
+            blocks = (
+                (groups[chunk], loaded) if isinstance(loaded, Block) else quarantine.replace(groups[chunk], loaded)
+                for chunk, loaded in load_ahead(chunks.load, chunks.reserve, groups)
+            )
+            step = cut_step(rows.gather(span, blocks), span, 0, passes.share)
+            [batch] = [begun.result() for begun in rows.start([step], span.epoch)[0]]
         finally:
             pool.close()
         return batch if self._device is None else copy_to(self._device, batch)
