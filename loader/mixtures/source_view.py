@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..columns import Block
-from ..order.mixtures.spans import SourceOrder
+from ..order.spans import SourceOrder
 from ..pipeline.assembler import Equipment, ReadsChunks
 from ..sources.kinds import Kind
 from ..sources.sources import Sources

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ..assembly.span_assembler import SpanAssembler
 from ..config.loader_config import LoaderConfig
 from ..config.mixture import Mixture
 from ..metrics import Counters
-from ..mixtures.assembler import MixtureAssembler
-from ..mixtures.epochs import Place
 from ..mixtures.position import MixturePosition
 from ..mixtures.stream_assembler import MixedStreamAssembler
 from ..mixtures.stream_position import MixedStreamPosition
 from ..pipeline.assembler import Assembler, Equipment, Start
-from ..pipeline.plain import PlainAssembler
 from ..positions.position import Position, RunPosition
 from ..positions.stream_position import StreamPosition
 from ..sources.kinds import Kind
@@ -109,26 +107,14 @@ def make_assembler(
     """What assembles batches from ``start`` on, with the threads and buffers of a pipeline."""
     sources, kinds, quarantine = reading.sources, reading.kinds, reading.quarantine
     if not sources.are_streams:
-        if isinstance(position, MixturePosition):
-            begun, here = position.cursor_at(start.epoch, start.position)
-            place = Place(
-                plan=position.plan,
-                orders=position.orders,
-                epoch=start.epoch,
-                start=begun,
-                consumed=start.position,
-                here=here,
-            )
-            return MixtureAssembler(
-                equipment, start, sources=sources, kinds=kinds, quarantine=quarantine, place=lambda: place
-            )
-        return PlainAssembler(
+        return SpanAssembler(
             equipment,
             start,
-            last_batch=config.last_batch,
+            position=position,
+            sources=sources,
+            kinds=kinds,
+            last_batch="drop" if sources.is_mixed else config.last_batch,  # every batch of a mixture is full
             quarantine=quarantine,
-            selection=sources[0].selection,
-            bucket_costs=position._bucket_costs,
         )
     assert reading.ledgers is not None
     if isinstance(position, MixedStreamPosition):

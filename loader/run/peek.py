@@ -10,7 +10,7 @@ from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event
 from ..columns import Block
 from ..decoding.batch import BatchMaker
-from ..errors import ConfigError
+from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
 from ..pipeline.assembler import Equipment
 from ..pipeline.delivery_queue import Delivery
@@ -79,7 +79,11 @@ def peek(run: Run) -> Any:
             is_short=lambda: False,
         )
         start = run.start(*run.position.pass_start)
-        make_assembler(run.config, run.position, reading, equipment, start).run()
+        try:
+            make_assembler(run.config, run.position, reading, equipment, start).run()
+        except LoaderClosedError:  # it waited for what comes after the batch
+            if not delivered:
+                raise
         batch = delivered[0].batch.result()
     except KeyboardInterrupt:
         patience_s = _INTERRUPTED_S

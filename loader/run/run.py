@@ -295,7 +295,7 @@ class Run:
         """How much a pipeline that starts now does at once."""
         sources, tuning = self.sources, self.config.tuning
         others = []
-        if isinstance(self.position, MixturePosition):
+        if sources.is_mixed:
             others = [(one.manifest, own.order) for one, own in zip(sources, self.position.orders, strict=True)]
         return tune(
             sources.manifest,

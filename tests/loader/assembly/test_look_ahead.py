@@ -1,4 +1,4 @@
-"""How far a plain loader plans ahead of what it assembles, and what it asks its reader for."""
+"""How far a loader plans ahead of what it assembles, and what it asks its reader for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 from penstock import DistributedDataLoader
 from penstock.loader import TokensFormat
-from penstock.loader.order.plan import EpochPlan, Order, Share
-from penstock.loader.order.spans import EpochSpans, Span
+from penstock.loader.assembly.look_ahead import Ahead, LookAhead
+from penstock.loader.order.courses import EpochCourse
+from penstock.loader.order.plan import Order, Share
+from penstock.loader.order.spans import SourceOrder, Span, SpanPlanner
 from penstock.loader.pipeline.delivery_queue import DeliveryQueue
-from penstock.loader.pipeline.look_ahead import LookAhead
 
 CHUNKS, ROWS, LANES = 64, 10, 4
 SHARE = Share(rank=0, world_size=1, global_batch_size=8)
@@ -43,25 +44,23 @@ class Planned:
     """Spans of a few steps, epoch after epoch; notes the last epoch that any is of."""
 
     def __init__(self, steps: int = 4) -> None:
+        self.planner = SpanPlanner(
+            [SourceOrder(chunk_samples=np.full(CHUNKS, ROWS), order=ORDER)], SHARE, EpochCourse(0, 0), "partial"
+        )
         self.steps = steps
         self.epoch = -1
         self.spans = 0
 
-    def __iter__(self) -> Iterator[tuple[EpochSpans, Span | None]]:
+    def __iter__(self) -> Iterator[Span]:
         while True:
-            self.epoch += 1
-            spans = EpochSpans(EpochPlan(np.full(CHUNKS, ROWS), ORDER, self.epoch), SHARE)
-            position = 0
-            while steps := spans.steps.ahead(position, self.steps):
-                span = spans.cut_span(position, steps)
-                self.spans += 1
-                yield spans, span
-                position = int(span.bounds[-1])
-            yield spans, None
+            span = self.planner.plan_next(self.steps)
+            self.epoch, self.spans = span.epoch, self.spans + (span.steps > 0)
+            yield span
 
 
-def look(planned: Planned, reader: Reader, *, epochs: int = 1, is_short: Callable[[], bool]) -> Iterator[Any]:
-    return iter(LookAhead(iter(planned), reader, epochs=epochs, is_short=is_short))
+def look(planned: Planned, reader: Reader, *, epochs: int = 1, is_short: Callable[[], bool]) -> Iterator[Span]:
+    ahead = Ahead(per_span=8, most=1024, epochs=epochs)
+    return iter(LookAhead(planned.planner, iter(planned), reader, ahead, is_short=is_short))
 
 
 @pytest.mark.parametrize("epochs", [1, 8])
@@ -70,8 +69,8 @@ def test_no_more_epochs_are_planned_ahead_than_ask_for_every_chunk(epochs: int, 
     planned = Planned(1000)
     ahead = look(planned, Reader(needs_requests=True), epochs=epochs, is_short=lambda: is_short)
     seen = [next(ahead) for _ in range(40)]
-    assert [spans.plan.epoch for spans, _ in seen] == [i // 2 for i in range(40)]
-    assert [span is None for _, span in seen] == [False, True] * 20
+    assert [span.epoch for span in seen] == [i // 2 for i in range(40)]
+    assert [not span.steps for span in seen] == [False, True] * 20
     assert planned.epoch <= 19 + epochs + 1
     assert is_short or planned.epoch >= 19 + epochs
 
@@ -126,11 +125,10 @@ def test_windows_are_opened_one_by_one_until_batches_are_short() -> None:
 @pytest.mark.parametrize("is_short", [False, True])
 def test_every_span_comes_once_and_asks_for_the_chunks_of_all_windows(is_short: bool) -> None:
     planned, reader = Planned(3), Reader()
-    for spans, span in look(planned, reader, is_short=lambda: is_short):
-        if spans.plan.epoch == 2:
+    for span in look(planned, reader, is_short=lambda: is_short):
+        if span.epoch == 2:
             break
-        if span is not None:
-            assert {group.chunk for group in spans.expand(span)} <= set(reader.asked)
+        assert {group.chunk for group in planned.planner.expand(span)} <= set(reader.asked)
     counts = np.bincount(reader.asked, minlength=CHUNKS)
     assert counts.min() >= 2
 
