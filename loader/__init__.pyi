@@ -1,8 +1,12 @@
 """What ``penstock.loader`` exports, imported when it is first used; names are added here alone."""
 
 from . import integrations as integrations
-from .arguments.common import LastBatch as LastBatch
-from .arguments.errors import OnError as OnError
+from .config.checks import LastBatch as LastBatch
+from .config.errors import OnError as OnError
+from .config.keep import Keep as Keep
+from .config.keep import KeepChoice as KeepChoice
+from .config.mixture import Mixture as Mixture
+from .config.mixture import Source as Source
 from .data_loader import DistributedDataLoader as DistributedDataLoader
 from .dataset.build import StaleManifestWarning as StaleManifestWarning
 from .dataset.build import UnfinishedDatasetError as UnfinishedDatasetError
@@ -40,8 +44,6 @@ from .formats.tokens import TokensFormat as TokensFormat
 from .metrics import LoaderMetrics as LoaderMetrics
 from .metrics import MixtureMetrics as MixtureMetrics
 from .metrics import SourceProgress as SourceProgress
-from .mixtures.mixture import Mixture as Mixture
-from .mixtures.mixture import Source as Source
 from .mixtures.position import MixtureChangedWarning as MixtureChangedWarning
 from .order.costs.buckets import Bucket as Bucket
 from .order.costs.budget import TokenBudget as TokenBudget
@@ -60,8 +62,6 @@ from .reading.bad.quarantine import BadChunkWarning as BadChunkWarning
 from .reading.bad.samples import BadSampleWarning as BadSampleWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .serving import serve_metrics as serve_metrics
-from .streams.keep import Keep as Keep
-from .streams.keep import KeepChoice as KeepChoice
 from .tools import AuditReport as AuditReport
 from .tools import CostExpression as CostExpression
 from .tools import EpochAccount as EpochAccount

@@ -10,23 +10,22 @@ import numpy as np
 
 from ..columns import IntArray
 from ..decoding.batch import BatchMaker, UnfinishedBatch
+from ..decoding.mixed_batch import MixedBatch, ReadySamples
 from ..decoding.row_job import RowJob
 from ..decoding.rows import Rows
 from ..metrics import Counters
-from ..order.mixtures.spans import pick_segments
 from ..order.plan import Share, column_segments, share_bounds
-from ..order.spans import Span
+from ..order.spans import Span, pick_segments
 from ..pipeline.assembler import Equipment
 from ..pipeline.delivery_log import to_keys
+from ..sources.sources import Sources
 from ..streams.deal import find_dropped, ids_in, spread
 from ..streams.epoch_supply import EpochSupply
 from ..streams.feed import LaneOutputs
 from ..streams.packed_batch import PackedUnit
 from ..streams.row_reader import pick_rows
 from ..streams.work import WindowWork
-from .batch import MixedBatch, ReadySamples
 from .packed import MixedPackedBatch
-from .sources import OpenSources
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 
@@ -56,7 +55,7 @@ class Dealer:
         self,
         maker: BatchMaker,
         share: Share,
-        sources: OpenSources,
+        sources: Sources,
         seen: Sequence[Equipment],
         works: Sequence[WindowWork],
         counts: Sequence[Counters],

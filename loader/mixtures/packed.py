@@ -9,9 +9,9 @@ import numpy as np
 
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..metrics import Counters
+from ..sources.sources import SOURCE
 from ..streams.packed_batch import PackedUnit, count_packed, start_batches
 from ..streams.work import Collected, StepRows
-from .sources import SOURCE
 
 
 class MixedPackedBatch(UnfinishedBatch):

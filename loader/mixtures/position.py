@@ -10,19 +10,20 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from ..config.mixture import Mixture, check_position, update_weights
 from ..errors import ConfigError, StateMismatchError
 from ..order.auto import Choice, choose_order
 from ..order.costs.steps import Steps
+from ..order.courses import MixtureCourse
 from ..order.mixtures.mixture import Cursor, MixturePlan
-from ..order.mixtures.spans import SourceOrder
 from ..order.mixtures.state import MixtureState, SourceState
 from ..order.permutation import stream_key
 from ..order.plan import Order, Share
+from ..order.spans import SourceOrder
 from ..positions.position import RunPosition, Tell, tell_nobody
+from ..sources.sources import OpenSource, Sources
 from .epochs import EpochPlace, EpochSteps, Place
-from .mixture import Mixture, check_position, update_weights
 from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream
-from .sources import OpenSource, OpenSources
 
 _FOR_SOURCES = 6  # what a stream of random numbers is used for, as in plan.py
 _MOST_AHEAD = 10_000  # epochs, whose ends are found one after another
@@ -43,7 +44,7 @@ class MixturePosition(RunPosition):
     def __init__(
         self,
         mixture: Mixture,
-        sources: OpenSources,
+        sources: Sources,
         *,
         seed: int,
         shuffle: bool,
@@ -203,6 +204,9 @@ class MixturePosition(RunPosition):
         known = self._known(epoch)
         base, first = (known.start, 0) if consumed < known.base_consumed else (known.base, known.base_consumed)
         return known.start, self.plan.advance(base, (consumed - first) // self.plan.global_batch_size)
+
+    def course(self, epoch: int, consumed: int) -> MixtureCourse:
+        return MixtureCourse(self.plan, epoch, *self.cursor_at(epoch, consumed))
 
     def place(self) -> Place:
         """From where on a pipeline that starts now reads."""

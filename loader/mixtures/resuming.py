@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from ..errors import StateMismatchError
 from ..order.mixtures.mixture import WeightChange
 from ..order.mixtures.state import MixtureState, SourceState
-from .sources import OpenSource, OpenSources
+from ..sources.sources import OpenSource, Sources
 
 
 def identity_of(source: OpenSource) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def identity_of(source: OpenSource) -> dict[str, Any]:
     }
 
 
-def match_sources(sources: OpenSources, state: MixtureState) -> list[SourceState | None]:
+def match_sources(sources: Sources, state: MixtureState) -> list[SourceState | None]:
     """What a state knows of each source: by its name, or, where the name is new, as the same data; None if nothing.
 
     Data of which a new name drops or packs samples in another way than the state's source begin anew.

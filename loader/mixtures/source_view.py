@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..columns import Block
-from ..order.mixtures.spans import SourceOrder
+from ..order.spans import SourceOrder
 from ..pipeline.assembler import Equipment, ReadsChunks
-from .batch import Kind
-from .sources import JointChunks, OpenSources
+from ..sources.kinds import Kind
+from ..sources.sources import Sources
 
 
 class ReaderOfSource:
@@ -42,10 +42,9 @@ class ReaderOfSource:
             yield chunk - self._first, block
 
 
-def see_source(equipment: Equipment, sources: OpenSources, kind: Kind, number: int, order: SourceOrder) -> Equipment:
+def see_source(equipment: Equipment, sources: Sources, kind: Kind, number: int, order: SourceOrder) -> Equipment:
     """The equipment for one source, whose samples errors name with its own; its rows draw by the seed of its order."""
-    alone = OpenSources([sources[number]])
-    chunks = JointChunks(alone, [sources[number].chunks])
+    chunks = Sources([sources[number]], is_mixed=True).chunks
     maker = replace(kind.maker(equipment.maker), manifest=chunks.manifest, seed=order.order.seed)
     return replace(
         equipment,

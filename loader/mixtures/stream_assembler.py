@@ -20,18 +20,18 @@ from ..order.outputs import keeper_ranks
 from ..order.plan import EpochPlan, share_bounds
 from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once
 from ..pipeline.delivery_queue import Delivery
+from ..sources.fields import check_fields
+from ..sources.kinds import Kind
+from ..sources.quarantine import Quarantine
+from ..sources.sources import Sources
 from ..streams.assembler import choose_feeding
 from ..streams.epoch_supply import EpochSupply
 from ..streams.ledger import EpochLedger
-from ..streams.reshaping import fields_of_rows
+from ..streams.make_work import make_work
 from ..streams.waiting import wait_for_ranks
-from ..streams.work import FilterWork, WindowWork
-from .batch import Kind
+from ..streams.work import WindowWork
 from .dealing import Dealer, DealtSteps
-from .fields import check_fields
-from .quarantine import MixedQuarantine, QuarantineOfSource
 from .source_view import see_source
-from .sources import OpenSources
 from .stream_position import StreamPlace
 from .supply import SourceSupply
 
@@ -54,9 +54,9 @@ class MixedStreamAssembler:
         equipment: Equipment,
         start: Start,
         *,
-        sources: OpenSources,
+        sources: Sources,
         kinds: Sequence[Kind],
-        quarantine: MixedQuarantine,
+        quarantine: Quarantine,
         place: Callable[[], StreamPlace],
         open_ledger: OpenLedger,
         is_logged: bool,
@@ -88,14 +88,10 @@ class MixedStreamAssembler:
         streaming = next(k for k, source in enumerate(sources) if source.reshaping is not None)
         open_ledger(streaming, self._place.laps[streaming].epoch)  # refuses ranks without a channel
 
-    def _make_work(self, number: int, quarantine: MixedQuarantine) -> WindowWork:
+    def _make_work(self, number: int, quarantine: Quarantine) -> WindowWork:
         source = self._sources[number]
-        own = QuarantineOfSource(quarantine, self._sources.first_chunks[number], self._sources.first_ids[number])
-        if source.reshaping is None:
-            fields = fields_of_rows(source.manifest, source.columns)
-            return FilterWork(self._seen[number], quarantine=own, sieve=None, fields=fields, may_drop=False)
-        make: Callable[[Equipment], WindowWork] = source.reshaping.make_work(source.manifest, own, source.columns)
-        return make(self._seen[number])
+        own = quarantine.of_source(number)
+        return make_work(source, self._seen[number], own)
 
     # -- the run --------------------------------------------------------------------------------------------------
 

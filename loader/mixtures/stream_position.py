@@ -16,13 +16,13 @@ from ..order.permutation import IntArray
 from ..order.plan import lane_sizes
 from ..pipeline.delivery_queue import Delivery
 from ..positions.uncounted import UncountedPosition
+from ..sources.sources import OpenSource
 from ..streams.assembler import order_key
 from ..streams.ledger import EpochLedger, Ledgers
 from ..streams.plain_ledger import PlainLedger
 from .epochs import EpochPlace, Place
 from .position import MixturePosition
 from .resuming import refuse_other_stream, yields_alike
-from .sources import OpenSource
 
 
 @dataclass(frozen=True, kw_only=True)

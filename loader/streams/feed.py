@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray
+from ..config.keep import BoolArray
 from ..order.cached import cached_property
-from .keep import BoolArray
 from .work import Yield
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray, Ragged
+from ..config.keep import BoolArray, Sieve
 from ..decoding.batch import UnfinishedBatch
 from ..decoding.batch_values import BatchValues
 from ..decoding.row_job import RowJob
@@ -21,7 +22,6 @@ from ..packing.packed import Packed
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
 from ..reading.bad.quarantine import ReplacesChunks
-from .keep import BoolArray, Sieve
 from .packed_batch import PackedUnit, count_packed, start_batches
 from .row_reader import RowReader, pick_rows
 from .work import Collected, PendingYield, Ready, StepRows, Yield

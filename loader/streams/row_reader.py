@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..columns import Block, IntArray
+from ..config.keep import BoolArray, Sieve
 from ..decoding.byte_views import Lend
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
@@ -16,7 +17,6 @@ from ..decoding.rows import Rows
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..reading.bad.quarantine import ReplacesChunks
-from .keep import BoolArray, Sieve
 
 
 class RowReader:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..columns import IntArray
+from ..config.keep import BoolArray, Sieve
 from ..decoding.batch import UnfinishedBatch
 from ..decoding.copies import copy_sample
 from ..decoding.row_job import RowJob
@@ -17,7 +18,6 @@ from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes
 from ..reading.bad.quarantine import ReplacesChunks
-from .keep import BoolArray, Sieve
 from .row_reader import RowReader, pick_rows
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock import DistributedDataLoader
-from penstock.loader.passes import assembly
+from penstock.loader.run import assembly
 from penstock.loader.streams import channel as channels
 from penstock.loader.streams.channel import Channel, MemoryChannel
 
