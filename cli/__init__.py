@@ -108,7 +108,7 @@ def _tell_error(name: str, problem: str) -> int:
 
 
 def _drop_output() -> None:
-    """Let what is still to be printed go nowhere, where it cannot be written; else it would fail again at exit."""
+    """Discard pending output that cannot be written; it would fail again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

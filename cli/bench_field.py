@@ -239,7 +239,7 @@ def _ending_in_order() -> Iterator[None]:
 
 
 class _Lines:
-    """Progress where nobody watches a terminal: a line for each comparison."""
+    """Progress without a terminal: a line for each comparison."""
 
     def say(self, text: str) -> None:
         pass

@@ -185,7 +185,7 @@ def _classes(text: str | None) -> str | list[str] | None:
 
 
 def _tokenizer(text: str | None) -> Any:
-    """The function of module:name, which modules in the current folder may hold; what else it is, ``pack`` finds."""
+    """Import a function given as module:name, also from the current folder; leave any other text to ``pack``."""
     if text is None or ":" not in text or "://" in text or Path(text).exists():
         return text
     return import_function(text, "--tokenizer")

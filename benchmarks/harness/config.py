@@ -21,7 +21,7 @@ class BenchConfig:
     ``startup`` measures the time to the first batch by itself too, fresh and after a resume in mid-epoch.
     ``conversions`` is the folder or URL that peers' copies of the data are kept in; None chooses one. ``peer_layout``
     "plain" gives peers a record a sample and a field a column, as their manuals do; "packed" groups a table's columns
-    into one array a type, and for webdataset also rows into blocks, as an expert would who needs speed from them.
+    into one array a type, and for webdataset also rows into blocks, as an expert would for speed.
     ``environments``: peers run in pinned environments of their "own", which are made, or in the one "here". A run of a
     peer that takes longer than ``timeout_s`` is ended, and the peer is not measured.
     """

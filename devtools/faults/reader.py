@@ -187,7 +187,7 @@ class Reader:
         return bool(flag.item())
 
     def _wait_until_gone(self, before: dict[str, int]) -> None:
-        """Tell what is left after ``close``, at once and when it is as before."""
+        """Log what remains after ``close``, at once and when all is as before."""
         closed_at = time.monotonic()
         first = look_at_process()
         while True:

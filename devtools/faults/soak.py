@@ -259,7 +259,7 @@ class Soak:
                 stage.proxy.choose(Weather(FORBIDDEN))
             else:
                 run.kill()
-        # With the whole data set in the cache nobody asks the server, and a refusal goes unseen.
+        # With the whole data set in the cache no request is sent, and a refusal goes unseen.
         if not run.join(60) and name != "forbidden":
             self._failures.append(f"start {len(stage.runs)} did not end within 60 s of: {name}")
 

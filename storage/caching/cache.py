@@ -104,7 +104,7 @@ class CacheStore:
         return data
 
     def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> _Views:
-        """Read ranges; one call of the wrapped store fetches the missing ones that nobody else is fetching."""
+        """Read ranges; one call of the wrapped store fetches the missing ones that no other reader is fetching."""
         etag = etag or self._inner.head(key).etag
         if etag is None:
             self._count("uncached")

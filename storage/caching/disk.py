@@ -3,7 +3,7 @@
 Layout below ``folder/uid-N/v1``::
 
     entries/ab/<hash>   content, then a trailer: magic, length, xxh3 of the content seeded with the name
-    locks/<stripe>      empty files for flock; never deleted, because a deleted lock file locks nobody out
+    locks/<stripe>      empty files for flock; never deleted, because a deleted lock file excludes no process
     temporary/*         entries being written, each under its writer's flock
     used                8 bytes: the approximate size of all entries; every sweep corrects it
 
@@ -276,7 +276,7 @@ class CacheDisk:
         return max(1, int((self._root.free_bytes() + self.used_bytes) * 0.9))
 
     def _clean_temporary(self) -> None:
-        """Delete what killed writers left: files that nobody has locked."""
+        """Delete leftovers of killed writers: files that no process has locked."""
         with self._root.scan(_TEMPORARY) as entries:
             names = [entry.name for entry in entries]
         for name in names:

@@ -39,7 +39,7 @@ class _Socket(socket.socket):
     _wait_s = -1.0
 
     def __del__(self) -> None:
-        """Close without a warning: idle connections of a store that nobody closed are no mistake of its user's."""
+        """Close without a warning: idle connections of an unclosed store are no mistake of its user's."""
         self.close()
 
     def limit(self, idle_s: float, until: float) -> None:

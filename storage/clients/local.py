@@ -121,7 +121,7 @@ class LocalStore:
             raise _translate(exc, self.url, key) from exc
 
     def limit_pages(self, nbytes: int) -> None:
-        """Keep pages of no more than this mapped, but for those that are in use, for whoever asks for them again."""
+        """Keep at most this many bytes mapped for later readers, besides those in use."""
         self._file_maps.limit(nbytes)
 
     def _map(self, file: _OpenFile, start: int, nbytes: int) -> memoryview | None:

@@ -29,7 +29,7 @@ _Part = tuple[int, int]  # of a file: the first byte, and how many
 class FileMaps:
     """Parts of files, mapped read-only; a file is known by its ``identity``. Any thread may call.
 
-    Mutable state, under a lock: the mapped files, and which of their parts are kept though nobody looks at them.
+    Mutable state, under a lock: the mapped files, and which of their parts are kept without readers.
     """
 
     def __init__(self, most_bytes: int = _MOST_BYTES, most_mapped_bytes: int = _MOST_MAPPED_BYTES) -> None:
@@ -69,7 +69,7 @@ class FileMaps:
         return view_pages(file.address, start, nbytes, released.put, file, part)
 
     def close(self) -> None:
-        """Keep nothing: each file is unmapped once nobody looks at a part of it."""
+        """Keep nothing: each file is unmapped once no part of it has a reader."""
         with self._lock:
             self._released.close()
             self._released = _Released()
@@ -124,7 +124,7 @@ class FileMaps:
 class _MappedFile:
     """A file that stays mapped while this is referenced. ``in_use``: the number of readers of each part.
 
-    ``kept``: how many parts are kept that nobody looks at.
+    ``kept``: the number of parts that are kept without readers.
     """
 
     identity: _Identity
@@ -138,7 +138,7 @@ class _MappedFile:
 
 
 class _Released:
-    """Parts that nobody looks at any more, until a thread takes them on. It has no lock: garbage is found anywhere."""
+    """Parts without readers, until a thread takes them. It has no lock: garbage is collected anywhere."""
 
     def __init__(self) -> None:
         self._parts: deque[tuple[_MappedFile, _Part]] = deque()

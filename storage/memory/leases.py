@@ -54,9 +54,9 @@ class MemoryLeases(Generic[Memory]):
                 yield lease.memory
 
     def outstanding(self) -> Iterator[Memory]:
-        """Memory that somebody still refers to."""
+        """Memory that is still referred to."""
         return (lease.memory for lease in self._lent.copy().values())
 
     def forget(self) -> None:
         """Reclaim nothing that is lent now: each memory is freed with the last reference to it."""
-        self._lent.clear()  # a weak reference that is gone tells nobody
+        self._lent.clear()  # a weak reference that is gone calls nothing back

@@ -39,7 +39,7 @@ class _MallInfo(ctypes.Structure):
 def map_pages(fd: int, offset: int, nbytes: int, *, private: bool = False) -> int:
     """The address of a part of a file, mapped read-only, which begins at a whole number of pages.
 
-    ``private``: what is written there all the same goes to a copy of the page; else it ends the process.
+    ``private``: a write, which should not happen, goes to a copy of the page; otherwise it ends the process.
 
     Raises:
         OSError: the kernel refuses, or the platform has no such call (ENOSYS).

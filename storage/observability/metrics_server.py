@@ -19,7 +19,7 @@ _Application = Callable[[Mapping[str, Any], Callable[..., Any]], Iterable[bytes]
 
 
 class OpenToOthersError(PenstockError):
-    """Numbers would be served to whoever reaches an address."""
+    """Raised where metrics would be served to other machines without a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class MetricsServer:
             self._thread.join()
 
     def _forget_in_child(self) -> None:
-        """In a forked child nobody answers, and its copy of the socket would keep the port from the next to serve."""
+        """Close the socket in a forked child: no thread answers there, and the copy would keep the port taken."""
         self._is_closed = True
         self._server.socket.close()
 

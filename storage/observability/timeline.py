@@ -56,7 +56,7 @@ class Timeline:
                 "pid": pid,
                 "tid": thread,
                 # Both ends are rounded alike, to what a float of microseconds holds here, a quarter of one: spans
-                # that overlapped by less than that would be dropped by who reads the trace.
+                # that overlapped by less than that would be dropped by trace viewers.
                 "ts": self._us(start_s),
                 "dur": self._us(stop_s) - self._us(start_s),
             }

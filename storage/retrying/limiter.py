@@ -168,7 +168,7 @@ class Limiter:
             self._is_searching = False
 
     def _hand_on(self) -> None:
-        """After a thread stops waiting: another one searches on, or the node's other processes get what is left."""
+        """Pass the search on after a thread stops waiting: to another, or the rest to the node's other processes."""
         if self._waiting:
             self._changed.notify()
         elif self._budget is not None:

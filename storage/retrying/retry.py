@@ -46,7 +46,7 @@ GRACE_S = 2.0
 # A store that never responded at all is not waited for through the whole deadline: the address is probably wrong.
 FIRST_CONTACT_S = 8.0
 WARN_EVERY_S = 30.0
-# Answers of a healthy store that may be passing (a gateway's, while keys or nodes change) are asked for so often again.
+# Retries of a healthy store's answers that may be transient (a gateway's, while keys or nodes change).
 DOUBTED = 2
 
 _LOG = logging.getLogger(__name__)

@@ -153,7 +153,7 @@ _POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()
 
 
 def _work(pool_of: weakref.ref[DaemonPool], jobs: SimpleQueue[Any]) -> None:
-    """Run jobs in a thread, which keeps no pool alive that nobody can close any more."""
+    """Run jobs in a thread, without keeping a pool alive that is no longer referenced."""
     while (job := jobs.get()) is not None:
         pool = pool_of()
         if job is not _LOOK:

@@ -1,7 +1,7 @@
 """Conditions, events, futures and threads that Ctrl-C cannot leave locked, or half begun.
 
 ``threading.Condition`` takes its lock in a function of Python: if a signal's exception is raised as that function
-returns, the lock stays taken, and whoever asks for it waits for ever. Here ``with`` meets the lock itself: between its
+returns, the lock stays taken, and the next thread waits for ever. Here ``with`` meets the lock itself: between its
 taking and the protection of the block the interpreter looks for no signals.
 """
 
@@ -24,7 +24,7 @@ _RLock: Any = type(threading.RLock())
 
 
 class Condition(_RLock, threading.Condition):  # type: ignore[misc]
-    """As ``threading.Condition()``, but that whoever waits must have taken it once, not twice."""
+    """Condition as ``threading.Condition()``; a waiter must have taken it once, not twice."""
 
     def __init__(self) -> None:
         self._waiters: deque[Any] = deque()  # what the methods of threading.Condition work on, beside the lock
@@ -44,7 +44,7 @@ class Condition(_RLock, threading.Condition):  # type: ignore[misc]
             try:
                 self._acquire_restore(taken_once)  # which no signal interrupts, but one may come as it returns
             finally:
-                if not is_notified:  # else the next ``notify`` would be for nobody
+                if not is_notified:  # else the next ``notify`` would wake no thread
                     with suppress(ValueError):
                         self._waiters.remove(waiter)
         return is_notified

@@ -209,7 +209,7 @@ def _in_processes(
             f"one of the {processes} processes ended by itself, perhaps for want of memory, or because the function "
             "given as map= or tokenizer= cannot be imported there; try with fewer processes="
         ) from exc
-    except BaseException:  # Ctrl-C, too: nobody wants what they are working on
+    except BaseException:  # Ctrl-C, too: their results are no longer wanted
         for process in list((pool._processes or {}).values()):
             process.kill()
         raise

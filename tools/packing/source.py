@@ -166,12 +166,12 @@ def choose_kind(store: Store, listing: Sequence[ObjectInfo], has_manifest: bool)
     """'shards', 'csv' or 'files': what the objects of a source are.
 
     Raises:
-        DatasetError: shards lie among other files, so that it cannot be told what is wanted.
+        DatasetError: shards lie among other files, so the choice is ambiguous.
     """
     keys = [info.key for info in listing if not is_hidden(info.key) and not is_system(info.key)]
     if has_manifest:
         return "shards"
-    if hint := encrypted_hint(keys):  # what is encrypted would be packed as files that nobody can read
+    if hint := encrypted_hint(keys):  # encrypted objects would be packed as unreadable files
         raise DatasetError(f"{store.url}: {hint}")
     companions = {index for key in keys for index in index_keys(key)}
     shards: dict[str, list[str]] = {}

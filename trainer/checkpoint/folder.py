@@ -110,7 +110,7 @@ def _delete(path: Path) -> None:
 def hide_folder(folder: Path) -> Path:
     """Take a folder of a step out of sight, by one rename to a name that ``remove_leftovers`` deletes; returns that.
 
-    So a checkpoint that is deleted leaves no half one, and one of which a file cannot be deleted is in nobody's way.
+    So a deleted checkpoint leaves no half one, and one with a file that cannot be deleted does no harm.
     """
     stem = folder.name.split(".")[0]
     names = chain([f"{stem}.removed.tmp"], (f"{stem}.removed-{number}.tmp" for number in count(1)))
@@ -175,7 +175,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def encode_manifest(manifest: Manifest, more: Mapping[str, Any] | None = None) -> str:
-    """The manifest as JSON, with what else it shall hold, and a checksum over itself."""
+    """Encode the manifest as JSON, with additional entries, and a checksum over itself."""
     body: dict[str, Any] = {
         **(more or {}),
         "version": MANIFEST_VERSION,

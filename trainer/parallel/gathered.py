@@ -57,7 +57,7 @@ def list_rounded(model: nn.Module, config: PrecisionConfig) -> frozenset[str]:
 def _walk(
     module: nn.Module, name: str, given: bool | None, config: PrecisionConfig
 ) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Every parameter, under each of its names, and whether it is rounded; ``given`` is what is said of a part."""
+    """Yield every parameter under each name, and whether it is rounded; ``given`` is the choice for a part."""
     kind = type(module).__name__
     given = False if kind in config.fp32_modules else True if kind in config.rounded_modules else given
     converted = next((keys for one, keys in _CONVERTED.items() if type(module).forward is one.forward), ())

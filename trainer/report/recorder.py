@@ -216,7 +216,7 @@ class Recorder:
                     call(observer)
                 except TemporaryObserverError as exc:
                     passing.append(str(exc))
-                except Exception as exc:  # noqa: BLE001 - whoever looks on may not end the run
+                except Exception as exc:  # noqa: BLE001 - an observer must not end the run
                     failures.append((observer, exc))
         finally:
             self._is_telling = before

@@ -177,7 +177,7 @@ class Tracer:
     def _attempt(self, what: Callable[[], object]) -> None:
         try:
             what()
-        except Exception as exc:  # noqa: BLE001 - whoever looks on may not end the run
+        except Exception as exc:  # noqa: BLE001 - an observer must not end the run
             self._due, self._profile, self._steps = [], None, None
             text = f"no more steps are traced: {type(exc).__name__}: {exc}"
             self._note(text)

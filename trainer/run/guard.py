@@ -161,7 +161,8 @@ class Guard:
             return
         watchdog = self._start_watchdog(self._stall_timeout_s)
         try:
-            with watchdog if self._world.world_size > 1 else closing(watchdog):  # alone, there is nobody to tell
+            # Alone, no other rank needs to learn of an error.
+            with watchdog if self._world.world_size > 1 else closing(watchdog):
                 yield
                 self._wait_for_all()
         finally:

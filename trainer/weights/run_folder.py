@@ -23,7 +23,7 @@ Ranges = Mapping[str, Sequence[ByteRange]]
 
 
 class Chosen(Protocol):
-    """One checkpoint, chosen to be read; whoever opened it closes it."""
+    """Checkpoint that was chosen to be read; its opener closes it."""
 
     @property
     def name(self) -> str:

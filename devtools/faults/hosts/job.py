@@ -14,7 +14,7 @@ class HostJob:
     """A run of the trainer, or with ``trains=False`` of the loader alone.
 
     ``waits_at``: where each rank waits for the file ``go`` ("world", "loader", "evaluation"). ``drops``: the loader
-    drops samples, so that its ranks tell each other what is left. ``meets``: they meet in an all-reduce after each
+    drops samples, so that its ranks exchange their totals. ``meets``: they meet in an all-reduce after each
     batch. ``pace_s``: how long a batch is "used".
     """
 

@@ -83,7 +83,7 @@ class Bucket:
         return [self._notes.pop(0) for _ in range(len(self._notes))]
 
     def check_room(self, checkpoint_bytes: int, *, kept: int) -> None:
-        """Do nothing: a store tells nobody how much it takes."""
+        """Do nothing: a store does not show its free space."""
 
     def list_steps(self) -> list[int]:
         @_in_words(CheckpointError)

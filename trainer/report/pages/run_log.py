@@ -90,7 +90,7 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class RunLog:
-    """All attempts of a run in order, and what else its folder tells."""
+    """All attempts of a run in order, and the rest of its folder's records."""
 
     path: Path
     attempts: Sequence[Attempt]

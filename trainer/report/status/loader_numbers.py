@@ -23,7 +23,7 @@ class LoaderNumbers:
         self._before = self.take()
 
     def take(self) -> Any:
-        """The loader's metrics now, or None; what they raise is nobody's concern here."""
+        """Read the loader's metrics, or None if that fails, whatever the error."""
         try:
             found = self.loader.metrics()  # type: ignore[attr-defined]
         except Exception:  # noqa: BLE001 - another's loader, or one that is closed, may not end the run

@@ -1,4 +1,4 @@
-"""A timeline on request: whoever may write to output_dir asks by a file, and every rank answers with one."""
+"""Timelines on request: a file in output_dir asks for one, and every rank answers with a file of its own."""
 
 from __future__ import annotations
 
