@@ -8,7 +8,7 @@ from typing import Any
 
 from ...storage import EncryptedStore, open_store
 from ..config.checks import check_names, fields_of, make_selection
-from ..config.loader_config import LoaderConfig, SourceConfig
+from ..config.loader_config import LoaderConfig, AskedSource
 from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..errors import ConfigError
@@ -47,7 +47,7 @@ def open_sources(config: LoaderConfig, counters: Counters) -> Sources:
 
 
 @contextmanager
-def _naming(asked: SourceConfig) -> Iterator[None]:
+def _naming(asked: AskedSource) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
@@ -56,7 +56,7 @@ def _naming(asked: SourceConfig) -> Iterator[None]:
         raise
 
 
-def _open(asked: SourceConfig, config: LoaderConfig, counters: Counters) -> OpenSource:
+def _open(asked: AskedSource, config: LoaderConfig, counters: Counters) -> OpenSource:
     given, reshaping = asked.given, asked.reshaping
     with ExitStack() as undo:
         with ExitStack() as lingering:  # until the data's store has taken over their connections
