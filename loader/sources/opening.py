@@ -8,7 +8,7 @@ from typing import Any
 
 from ...storage import EncryptedStore, open_store
 from ..config.checks import check_names, fields_of, make_selection
-from ..config.loader_config import LoaderConfig, AskedSource
+from ..config.loader_config import AskedSource, LoaderConfig
 from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..errors import ConfigError
