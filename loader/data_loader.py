@@ -42,6 +42,7 @@ from .reading.bad.file import Paths, Quarantined
 from .reading.bad.quarantine import BadChunk
 from .run.assembly import make_position
 from .run.batch_iterator import BatchIterator
+from .run.describe import describe
 from .run.no_items import NoItems
 from .run.peek import peek
 from .run.resources import Resources
@@ -254,6 +255,13 @@ class DistributedDataLoader(Generic[BatchT]):
             "process that needs it, as in train_dataloader(), and keep it out of what is copied, as the attributes "
             "of a module are; state_dict() is its position, for another loader"
         )
+
+    def describe(self) -> str:
+        """The pipe from the sources to the device for people to read: a line a stage, with what was chosen and why.
+
+        ``print(loader.describe())``. Reads nothing and starts nothing.
+        """
+        return describe(self._run)
 
     def __repr__(self) -> str:
         share, manifest = self._run.share, self.manifest

@@ -67,7 +67,7 @@ _OF_ONE_DATA_SET = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceConfig:
+class AskedSource:
     """A data set as a loader is to open it: with all arguments that mean it, and what it drops or packs.
 
     ``name`` is the one that it has in a mixture, "" where it is read alone. ``subset`` and ``weights`` are checked once
@@ -141,7 +141,7 @@ class LoaderConfig:
     costs: CostArguments = field(init=False)
     share: Share = field(init=False)  # of global batches, before it is cut by costs
     batch_options: BatchOptions = field(init=False)
-    sources: tuple[SourceConfig, ...] = field(init=False)
+    sources: tuple[AskedSource, ...] = field(init=False)
     errors: ErrorArguments = field(init=False)
     group: GroupArguments = field(init=False)
     cuda: torch.device | None = field(init=False)
@@ -250,7 +250,7 @@ class LoaderConfig:
         pad = self.last_batch == "pad"
         return make_share(self.rank, self.world_size, *sizes, pad=pad, mesh=self.mesh, data_dims=self.data_dims)
 
-    def _read_sources(self) -> tuple[SourceConfig, ...]:
+    def _read_sources(self) -> tuple[AskedSource, ...]:
         inherited = {
             name: getattr(self, name)
             for name in ("columns", "decode", "keep", "transform", "may_drop", "packing", "format", "storage_options")
@@ -259,16 +259,14 @@ class LoaderConfig:
             given = Source(self.source, split=self.split, **inherited)
             of = self.keep, self.may_drop, self.transform, self.packing, self.costs, self.on_error
             reshaping = Reshaping.of(*of)
-            alone = SourceConfig(name="", given=given, reshaping=reshaping, subset=self.subset, weights=self.weights)
+            alone = AskedSource(name="", given=given, reshaping=reshaping, subset=self.subset, weights=self.weights)
             return (alone,)
         filled = [(name, source.fill(**inherited)) for name, source in self.source.leaves()]
         if self.may_drop and all(source.transform is None for _, source in filled):
             raise ConfigError("may_drop=True without a transform: it says that a transform= may return None")
         packers: dict[int, Packer] = {}
         return tuple(
-            SourceConfig(
-                name=name, given=source, reshaping=_read_reshaping(name, source, packers), subset=source.subset
-            )
+            AskedSource(name=name, given=source, reshaping=_read_reshaping(name, source, packers), subset=source.subset)
             for name, source in filled
         )
 

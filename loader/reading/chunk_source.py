@@ -193,6 +193,11 @@ class ChunkSource:
         return self._open_fetched(index, chunk, fetched or self._fetch(chunk))
 
     @property
+    def are_mapped(self) -> bool:
+        """Whether values are read from files when they are due."""
+        return self._mapped is not None
+
+    @property
     def is_local(self) -> bool:
         """Whether chunks are read from this machine's disks."""
         return reads_locally(self._store)

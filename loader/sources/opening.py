@@ -9,7 +9,7 @@ from typing import Any
 from ...storage import open_store
 from ...storage.store import is_encrypted
 from ..config.checks import check_names, fields_of, make_selection
-from ..config.loader_config import LoaderConfig, SourceConfig
+from ..config.loader_config import AskedSource, LoaderConfig
 from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..errors import ConfigError
@@ -48,7 +48,7 @@ def open_sources(config: LoaderConfig, counters: Counters) -> Sources:
 
 
 @contextmanager
-def _naming(asked: SourceConfig) -> Iterator[None]:
+def _naming(asked: AskedSource) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
@@ -57,7 +57,7 @@ def _naming(asked: SourceConfig) -> Iterator[None]:
         raise
 
 
-def _open(asked: SourceConfig, config: LoaderConfig, counters: Counters) -> OpenSource:
+def _open(asked: AskedSource, config: LoaderConfig, counters: Counters) -> OpenSource:
     given, reshaping = asked.given, asked.reshaping
     with ExitStack() as undo:
         with ExitStack() as lingering:  # until the data's store has taken over their connections
