@@ -14,12 +14,12 @@ from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..order.mixtures.spans import SourceOrder
 from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
+from ..ranks import channel as channels
+from ..ranks.channel import number_loader
+from ..ranks.ledger import Ledgers
 from ..sources.kinds import Kind, group_kinds, group_layouts, make_kind
 from ..sources.mixture import Mixture
 from ..sources.sources import Sources, open_sources
-from ..streams import channel as channels
-from ..streams.channel import number_loader
-from ..streams.ledger import Ledgers
 from .assembler import MixtureAssembler
 from .fields import check_names
 from .position import MixturePosition

@@ -20,13 +20,13 @@ from ..order.outputs import keeper_ranks
 from ..order.plan import EpochPlan, share_bounds
 from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once
 from ..pipeline.delivery_queue import Delivery
+from ..ranks.channel import wait_for_ranks
+from ..ranks.ledger import EpochLedger
 from ..sources.kinds import Kind
 from ..sources.sources import Sources
 from ..streams.assembler import choose_feeding
 from ..streams.epoch_supply import EpochSupply
-from ..streams.ledger import EpochLedger
 from ..streams.make_work import make_work
-from ..streams.waiting import wait_for_ranks
 from ..streams.work import WindowWork
 from .dealing import Dealer, DealtSteps
 from .fields import check_fields

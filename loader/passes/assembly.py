@@ -19,12 +19,12 @@ from ..pipeline.pipeline import Pipeline
 from ..pipeline.plain import PlainAssembler
 from ..positions.position import Position
 from ..positions.stream_position import StreamPosition
+from ..ranks.channel import MemoryChannel, number_loader, open_channel
+from ..ranks.ledger import Ledgers
 from ..reading.bad.quarantine import Quarantine
 from ..sources.kinds import Kind
 from ..sources.sources import Sources
 from ..streams.assembler import StreamAssembler
-from ..streams.channel import MemoryChannel, number_loader, open_channel
-from ..streams.ledger import Ledgers
 from ..streams.make_work import make_work
 from .passes import Passes
 

@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ..errors import PartitionError
 from ..order.cursors import Cursors
-from ..order.plan import EpochPlan, Order, next_power_of_two, share_bounds
+from ..order.plan import EpochPlan, next_power_of_two, share_bounds
 from ..order.selecting.selection import Selection
 from ..pipeline.assembler import Equipment, Start, pick_uses, steps_at_once
 from ..pipeline.tuning import mean_row_bytes
+from ..ranks.ledger import Ledgers, order_key
 from .epoch_run import EpochRun, StreamOptions
 from .epoch_supply import FeedOptions
-from .ledger import Ledgers
 from .work import WindowWork
 
 _ANCHOR_BYTES = 1 << 18  # about so much of a lane is worked on again at a resume
@@ -102,12 +101,6 @@ class StreamAssembler:
             return None
         what, since = waiting
         return {"waiting_for": what, "since_s": round(time.perf_counter() - since, 1)}
-
-
-def order_key(order: Order) -> str:
-    """A name for an order, the same on every rank."""
-    parts = (order.seed, order.shuffle, order.lanes, order.window, order.piece)
-    return xxhash.xxh3_64_hexdigest(repr(parts).encode())
 
 
 def choose_feeding(work: WindowWork, equipment: Equipment, sources: int = 1, *, patience: int = 0) -> FeedOptions:

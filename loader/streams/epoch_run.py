@@ -16,10 +16,10 @@ from ..order.plan import EpochPlan, Segments, Share, batch_bounds, count_steps, 
 from ..order.spans import Span
 from ..pipeline.assembler import Equipment, hand_over
 from ..pipeline.delivery_queue import Delivery
+from ..ranks.ledger import EpochLedger
 from .deal import deal, find_dropped
 from .epoch_supply import ALL_OUTPUTS, EpochSupply, FeedOptions
 from .feed import LaneOutputs
-from .ledger import EpochLedger
 from .work import WindowWork
 
 

@@ -14,9 +14,9 @@ from ..errors import DatasetError
 from ..order.cursors import Cursors
 from ..order.plan import EpochPlan, Segments, Share
 from ..pipeline.assembler import Equipment
+from ..ranks.ledger import EpochLedger
 from .feed import LaneFeed, LaneOutputs, Room
 from .feeds import LaneFeeds
-from .ledger import EpochLedger
 from .work import WindowWork
 
 _NO_IDS: IntArray = np.empty(0, np.int64)

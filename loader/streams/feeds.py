@@ -15,8 +15,8 @@ from ..errors import ConfigError, LoaderClosedError
 from ..order.plan import EpochPlan, Segments, Share, lane_sizes
 from ..order.spans import ChunkRows, EnteredWindow, EpochSpans, Span
 from ..pipeline.assembler import Equipment
+from ..ranks.ledger import EpochLedger
 from .feed import LaneFeed
-from .ledger import EpochLedger
 from .work import PendingYield, WindowWork, Yield
 
 _ROUNDS = 3  # that are worked on at once: while one is waited for, the threads have the next
