@@ -36,7 +36,7 @@ from .order.plan import Order, Share
 from .order.selecting.selection import Selection
 from .order.selecting.subset import Subset
 from .packing.config import Packing
-from .passes.assembly import make_assembler, make_position, peek_alone, peek_mixed
+from .passes.assembly import make_assembler, make_mixed_assembler, make_position, peek_alone, peek_mixed
 from .passes.passes import Passes
 from .passes.resources import Resources
 from .pipeline.pipeline import Pipeline
@@ -359,7 +359,7 @@ def open_several(mixture: Mixture, common: Common) -> Parts:
         workers=common.resources.workers,
         images=common.resources.images,
         tuner=Tuner(common.tuning_choice),
-        make_assembler=parts.make_assembler,
+        make_assembler=make_mixed_assembler(parts),
     )
     return Parts(
         manifest=parts.sources.manifest,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ..decoding.batch_options import BatchOptions
@@ -13,18 +12,15 @@ from ..errors import ConfigError
 from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..order.mixtures.spans import SourceOrder
 from ..order.plan import Share
-from ..pipeline.assembler import Assembler, Equipment, Start
 from ..ranks import channel as channels
 from ..ranks.channel import number_loader
 from ..ranks.ledger import Ledgers
 from ..sources.kinds import Kind, group_kinds, group_layouts, make_kind
 from ..sources.mixture import Mixture
 from ..sources.sources import Sources, open_sources
-from .assembler import MixtureAssembler
 from .fields import check_names
 from .position import MixturePosition
 from .quarantine import MixedQuarantine
-from .stream_assembler import MixedStreamAssembler
 from .stream_position import MixedStreamPosition
 
 # Arguments of a loader that a mixture cannot have as a whole, and what to do instead.
@@ -67,27 +63,6 @@ class MixtureParts:
         options = replace(options, may_drop=False)
         transform = self.kinds[0].transform if len(self.kinds) == 1 else None
         return replace(options, transform=transform, identify=self.sources.identify)
-
-    @property
-    def make_assembler(self) -> Callable[[Equipment, Start], Assembler]:
-        if isinstance(self.position, MixedStreamPosition):
-            return partial(
-                MixedStreamAssembler,
-                sources=self.sources,
-                kinds=self.kinds,
-                quarantine=self.quarantine,
-                place=self.position.place,
-                open_ledger=self.position.open_ledger,
-                is_logged=self.is_logged,
-                counts=self.counts,
-            )
-        return partial(
-            MixtureAssembler,
-            sources=self.sources,
-            kinds=self.kinds,
-            quarantine=self.quarantine,
-            place=self.position.place,
-        )
 
     def add_progress(self, metrics: LoaderMetrics) -> MixtureMetrics:
         """A loader's metrics with those of its sources."""

@@ -10,6 +10,7 @@ from typing import Any
 from ..decoding.decode import FieldDecoders
 from ..errors import ConfigError
 from ..metrics import Counters
+from ..mixtures.assembler import MixtureAssembler
 from ..mixtures.parts import MixtureParts
 from ..mixtures.stream_position import MixedStreamPosition
 from ..order.costs.costs import SampleCosts
@@ -24,8 +25,7 @@ from ..ranks.ledger import Ledgers
 from ..reading.bad.quarantine import Quarantine
 from ..sources.kinds import Kind
 from ..sources.sources import Sources
-from ..streams.assembler import StreamAssembler
-from ..streams.make_work import make_work
+from ..streams.assembler import assemble_mixture, assemble_one
 from .passes import Passes
 
 MakeAssembler = Callable[[Equipment, Start], Assembler]
@@ -58,7 +58,7 @@ def make_assembler(
     is_logged: bool,
 ) -> MakeAssembler:
     """How pipelines of a loader of one data set, of one kind, get their assembler."""
-    [source], _ = sources, kinds
+    [source] = sources
     if source.reshaping is None:
         return partial(
             PlainAssembler,
@@ -69,12 +69,25 @@ def make_assembler(
         )
     assert isinstance(position, StreamPosition)
     return partial(
-        StreamAssembler,
-        last_batch=last_batch,
-        selection=source.selection,
-        make_work=partial(make_work, source, quarantine=quarantine),
-        is_logged=is_logged,
+        assemble_one,
+        sources=sources,
+        kinds=kinds,
+        quarantine=quarantine,
         ledgers=position.ledgers,
+        last_batch=last_batch,
+        is_logged=is_logged,
+    )
+
+
+def make_mixed_assembler(parts: MixtureParts) -> MakeAssembler:
+    """How pipelines of a loader of a mixture get their assembler."""
+    position = parts.position
+    of_all: dict[str, Any] = {"sources": parts.sources, "kinds": parts.kinds, "quarantine": parts.quarantine}
+    of_all["place"] = position.place
+    if not isinstance(position, MixedStreamPosition):
+        return partial(MixtureAssembler, **of_all)
+    return partial(
+        assemble_mixture, open_ledger=position.open_ledger, is_logged=parts.is_logged, counts=parts.counts, **of_all
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import zlib
 from array import array
 from bisect import bisect_left
@@ -26,7 +25,7 @@ from ..errors import ConfigError, DatasetError
 from ..order.cursors import Cursors
 from ..order.outputs import Tail, fillable, keeper_ranks, limit
 from ..order.plan import Order, lane_offsets, lane_sizes, lane_turns
-from .channel import Channel, MemoryChannel, wait_for_ranks
+from .channel import Channel, MemoryChannel
 
 _ANCHOR, _FRONTIER, _END = 0, 1, 2
 _LEAVE_S = 2.0
@@ -56,7 +55,6 @@ class EpochLedger:
         self._outputs = [array("q", [0]) for _ in range(lanes)]
         self._new: list[tuple[int, int, int, int]] = []
         self._errors: dict[int, tuple[int, Exception | RemoteError]] = {}  # lane: (outputs before what failed, why)
-        self._waiting: tuple[str, float] | None = None
         self.turns = lane_turns(lanes)
         self.known: IntArray = np.zeros(lanes, np.int64)
         self.totals: IntArray = np.full(lanes, -1, np.int64)
@@ -168,18 +166,6 @@ class EpochLedger:
         counts.insert(place, outputs)
         return True
 
-    def wait(self, is_enough: Callable[[], bool], what: str, is_stopped: Callable[[], bool]) -> None:
-        """Wait until what all ranks have told is enough.
-
-        Raises:
-            LoaderClosedError: the pipeline is stopped.
-        """
-        self._waiting = (what, time.perf_counter())
-        try:
-            wait_for_ranks(is_enough, self.look, is_stopped, what)
-        finally:
-            self._waiting = None
-
     @property
     def blocked(self) -> tuple[int, Exception | RemoteError] | None:
         """The first position that a lane cannot fill since something failed, and what; None as far as is known."""
@@ -197,11 +183,6 @@ class EpochLedger:
         _, error = self.blocked
         self.raised = error.to_exception() if isinstance(error, RemoteError) else error
         raise self.raised
-
-    @property
-    def waiting(self) -> tuple[str, float] | None:
-        """What this rank waits for, and since when (``time.perf_counter()``). Read by any thread."""
-        return self._waiting
 
     # -- what follows ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from penstock.loader.errors import LoaderClosedError
 from penstock.loader.ranks import channel
 from penstock.loader.ranks.channel import MemoryChannel, wait_for_ranks
 from penstock.loader.ranks.ledger import Ledgers
-from penstock.loader.streams.pack_work import _Packing
+from penstock.loader.streams.packing import _Packing
 
 
 def test_epochs_are_forgotten_while_others_are_opened() -> None:
