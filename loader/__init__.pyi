@@ -1,8 +1,12 @@
 """What ``penstock.loader`` exports, imported when it is first used; names are added here alone."""
 
 from . import integrations as integrations
-from .arguments.common import LastBatch as LastBatch
-from .arguments.errors import OnError as OnError
+from .config.checks import LastBatch as LastBatch
+from .config.errors import OnError as OnError
+from .config.keep import Keep as Keep
+from .config.keep import KeepChoice as KeepChoice
+from .config.mixture import Mixture as Mixture
+from .config.mixture import Source as Source
 from .data_loader import DistributedDataLoader as DistributedDataLoader
 from .dataset.build import StaleManifestWarning as StaleManifestWarning
 from .dataset.build import UnfinishedDatasetError as UnfinishedDatasetError
@@ -58,10 +62,6 @@ from .reading.bad.quarantine import BadChunkWarning as BadChunkWarning
 from .reading.bad.samples import BadSampleWarning as BadSampleWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .serving import serve_metrics as serve_metrics
-from .sources.keep import Keep as Keep
-from .sources.keep import KeepChoice as KeepChoice
-from .sources.mixture import Mixture as Mixture
-from .sources.mixture import Source as Source
 from .tools import AuditReport as AuditReport
 from .tools import CostExpression as CostExpression
 from .tools import EpochAccount as EpochAccount

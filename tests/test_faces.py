@@ -21,6 +21,7 @@ ROOMS = ("loader", "storage", "trainer")
 INTERNAL = {
     "AvoidedError",
     "InexactError",
+    "LoaderConfig",
     "NotProvenError",
     "OddIntegerError",
     "PoolClosedError",

@@ -6,7 +6,7 @@ A batch is a dict of field name to tensor, or to a list where values have no com
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,8 +43,8 @@ class BatchMaker:
 
     The threads of ``pool`` do this work, or processes: ``workers``, or of images alone ``images``. ``replacer``
     replaces bad samples; where they are dropped, ``bad`` counts them. ``seed`` is that of the random numbers of rows of
-    one source of a mixture; None: that of the options. Rows that are copied late, and images of one size, go into
-    ``memory``.
+    one source of a mixture; None: that of the options. ``random_keys`` gives those of rows of several sources, as of a
+    ``RowCrew``. Rows that are copied late, and images of one size, go into ``memory``.
     """
 
     options: BatchOptions
@@ -57,6 +57,7 @@ class BatchMaker:
     replacer: Replacer | None = None
     bad: BadSamples | None = None
     seed: int | None = None
+    random_keys: Callable[[Rows], AnyArray] | None = None
     memory: BatchMemory | None = None
     images: ImageProcesses | None = None
     pace: Pace = field(default_factory=Pace)
@@ -92,15 +93,20 @@ class BatchMaker:
     def start_together(
         self, steps: Sequence[tuple[Rows, int, int]], epoch: int
     ) -> tuple[list[PendingBatch], Future[None] | None]:
-        """Start a batch of each step's rows, ``num_rows`` and ``num_valid``.
+        """Start a batch of each step's rows, ``num_rows`` and ``num_valid``; the future is that of ``start_jobs``."""
+        jobs, copied = self.start_jobs([rows for rows, _, _ in steps], epoch)
+        return [PendingBatch(self, rows, job, *sizes) for (rows, *sizes), job in zip(steps, jobs, strict=True)], copied
+
+    def start_jobs(self, parts: Sequence[Rows], epoch: int) -> tuple[list[Future[RowJob]], Future[None] | None]:
+        """Start to copy the rows of batches that follow each other, to decode and to transform them.
 
         Where one thread copies some batches' rows, the future is done once these need their chunks no longer.
         """
         crew = self.crew
-        batches: list[PendingBatch] = []
+        jobs: list[Future[RowJob]] = []
         together: list[tuple[Rows, Future[RowJob]]] = []
-        on_call = iter(start_on_call(crew, [rows for rows, _, _ in steps if self._waits(rows)], epoch))
-        for rows, num_rows, num_valid in steps:
+        on_call = iter(start_on_call(crew, [rows for rows in parts if self._waits(rows)], epoch))
+        for rows in parts:
             if not rows.late:
                 job = started(RowJob(crew, rows, epoch))
             elif self._waits(rows):
@@ -108,8 +114,8 @@ class BatchMaker:
             else:
                 job = Future()
                 together.append((rows, job))
-            batches.append(PendingBatch(self, rows, job, num_rows, num_valid))
-        return batches, self.pool.submit(start_together, crew, together, epoch) if together else None
+            jobs.append(job)
+        return jobs, self.pool.submit(start_together, crew, together, epoch) if together else None
 
     def work(self, rows: Rows, epoch: int, keys: AnyArray | None = None) -> RowJob:
         """Start decoding and transforming rows that are not a batch yet."""
@@ -118,6 +124,10 @@ class BatchMaker:
             keys[:] = np.array([self.seed, epoch, 0], np.uint64)
             keys[:, 2] = rows.ids
         return RowJob(self.crew, rows, epoch, keys)
+
+    def _draws(self) -> bool:
+        """Whether rows may need random numbers."""
+        return self.options.transform is not None or any(self.decoders.settled.values())
 
     def _waits(self, rows: Rows) -> bool:
         """Whether rows are copied no sooner than when their batch is due."""
@@ -145,6 +155,7 @@ class BatchMaker:
             is_stopped=self.stopping.is_set,
             bad=self.bad,
             memory=self.memory,
+            random_keys=self.random_keys if self.random_keys is not None and self._draws() else None,
         )
 
     def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:
@@ -238,10 +249,7 @@ class PendingBatch(UnfinishedBatch):
         return pairs
 
     def result(self) -> Batch:
-        try:
-            job = self._job.result()
-        except (CancelledError, PoolClosedError) as exc:
-            raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
+        job = wait_for_rows(self._job)
         job.finish()
         if job.results.failed:
             assert self._maker.replacer is not None
@@ -253,18 +261,34 @@ class PendingBatch(UnfinishedBatch):
         return self._maker.join(samples, self._ids, self._num_rows, self._num_valid).result()
 
     def cancel(self) -> None:
-        if not self._job.cancel() and (job := self._started) is not None:
-            job.cancel()
+        cancel_rows(self._job)
 
     @property
     def is_done(self) -> bool:
-        return self.is_on_call or ((job := self._started) is not None and job.is_done)
+        return are_rows_done(self._job)
 
-    @property
-    def _started(self) -> RowJob | None:
-        """The work on its rows, if it has begun."""
-        job = self._job
-        return job.result() if job.done() and not job.cancelled() and job.exception() is None else None
+
+def wait_for_rows(job: Future[RowJob]) -> RowJob:
+    """The work on rows, once these are copied. Raises LoaderClosedError where they no longer are."""
+    try:
+        return job.result()
+    except (CancelledError, PoolClosedError) as exc:
+        raise LoaderClosedError("the loader was closed while a batch was being copied") from exc
+
+
+def cancel_rows(job: Future[RowJob]) -> None:
+    """Have rows copied no more, or no more worked on."""
+    if not job.cancel() and (begun := _begun(job)) is not None:
+        begun.cancel()
+
+
+def are_rows_done(job: Future[RowJob]) -> bool:
+    """Whether all is done with rows but what is made when their batch is asked for."""
+    return isinstance(job, Call) or ((begun := _begun(job)) is not None and begun.is_done)
+
+
+def _begun(job: Future[RowJob]) -> RowJob | None:
+    return job.result() if job.done() and not job.cancelled() and job.exception() is None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,13 @@ def gather(
     flat: Collection[str] = (),
     *,
     memory: BatchMemory | None = None,
+    epochs: IntArray | None = None,
 ) -> Rows:
     """Gather rows of opened chunks in order of delivery; each column of each chunk is touched once.
 
     Where the decoders want views, ``lend`` says which chunks' bytes batches may keep; others are copied. Lists of
     integers in fields named ``flat`` come as ``Ragged``, without a Python object a value. With ``memory``, what can be
-    copied late is left to who calls ``Rows.complete``.
+    copied late is left to who calls ``Rows.complete``. ``epochs``: see ``Rows``.
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
@@ -47,7 +48,7 @@ def gather(
         if group.stands_for is not None:
             replaced.append(group)
         fields.add(block, group)
-    rows = fields.finish(ids, _planned(ids, replaced))
+    rows = fields.finish(ids, _planned(ids, replaced), epochs)
     return rows.complete() if memory is None else rows
 
 
@@ -150,8 +151,8 @@ class FieldsOfSpan:
             out = room[self._arrived : self._arrived + len(group.rows)]
             source.take(group.rows, out=out, mode="clip")  # "raise" would copy twice
 
-    def finish(self, ids: IntArray, planned: IntArray | None) -> Rows:
-        """All rows, whose ids these are.
+    def finish(self, ids: IntArray, planned: IntArray | None, epochs: IntArray | None = None) -> Rows:
+        """All rows, whose ids these are, and the epochs of their sources.
 
         Raises:
             ObjectChangedError, NotFoundError: a file that views are of is not as it was when it was indexed.
@@ -175,7 +176,7 @@ class FieldsOfSpan:
             views.pad(self._num_rows)
             fields[name] = views.finish(self._order)
         names += dict.fromkeys([*self._narrow, *self._ragged, *self._lists, *self._views])
-        return Rows(ids, fields, planned, late, names if self._in_files else [])
+        return Rows(ids, fields, planned, late, names if self._in_files else [], epochs)
 
     def _late_rows(self) -> Iterator[LateFields]:
         for name, of_span in self._wide.items():

@@ -37,7 +37,8 @@ from .workers.pool import WorkerPool
 class RowCrew:
     """Who does ``work`` on rows: ``pool``'s threads, ``workers``, or ``images``, about ``parts`` of a batch at once.
 
-    Where bad samples are dropped, ``bad`` counts them. What is decoded into slots of a batch is so in ``memory``.
+    Where bad samples are dropped, ``bad`` counts them. What is decoded into slots of a batch is so in ``memory``. Where
+    not all rows are of one source, ``random_keys`` makes the ``keys`` of their ``RowTask``.
     """
 
     work: RowWork
@@ -52,12 +53,15 @@ class RowCrew:
     is_stopped: Callable[[], bool]
     bad: BadSamples | None
     memory: BatchMemory | None
+    random_keys: Callable[[Rows], AnyArray] | None = None
 
 
 class RowJob:
     """Rows that are being decoded and transformed, by the threads of the pool or by worker processes."""
 
     def __init__(self, crew: RowCrew, rows: Rows, epoch: int, keys: AnyArray | None = None) -> None:
+        if keys is None and crew.random_keys is not None:
+            keys = crew.random_keys(rows)
         self._crew = crew
         self.rows = rows
         settled = crew.decoders.settled

@@ -31,6 +31,7 @@ class Rows:
     """Gathered rows: ``ids`` (n,) int64 sample ids, and each field's values, an array (n, ...) or a list of n.
 
     ``planned``: (n,) the ids that the order asked for, where others take the place of some; None where it is ``ids``.
+    ``epochs``: (n,) int64 the epoch of each row's source, where rows of several sources may differ in it.
     ``late``: fields that are still in their chunks, which these keep in memory, until ``complete`` copies them.
     ``names``: where those have places among the others, all of both in the order of batches.
     """
@@ -40,6 +41,7 @@ class Rows:
     planned: IntArray | None = None
     late: Sequence[LateFields] = ()
     names: Sequence[str] = ()
+    epochs: IntArray | None = None
 
     @property
     def keep_chunks(self) -> bool:
@@ -55,14 +57,16 @@ class Rows:
         fields = {name: _cut(values, start, stop) for name, values in self.fields.items()}
         planned = None if self.planned is None else self.planned[start:stop]
         late = [each.cut(start, stop) for each in self.late]
-        return Rows(self.ids[start:stop], fields, planned, late, self.names)
+        epochs = None if self.epochs is None else self.epochs[start:stop]
+        return Rows(self.ids[start:stop], fields, planned, late, self.names, epochs)
 
     def pick(self, indices: Sequence[int]) -> Rows:
         """Some rows, in any order and more than once, with values of their own: a transform may change each."""
         fields = {name: _pick(values, indices) for name, values in self.fields.items()}
         rows = np.asarray(indices, np.int64)
         planned = None if self.planned is None else self.planned[rows]
-        return Rows(self.ids[rows], fields, planned, [late.pick(rows) for late in self.late], self.names)
+        epochs = None if self.epochs is None else self.epochs[rows]
+        return Rows(self.ids[rows], fields, planned, [late.pick(rows) for late in self.late], self.names, epochs)
 
     def complete(self, memory: BatchMemory | None = None) -> Rows:
         """The same rows with the late fields copied, into arrays of ``memory`` if that is given; any thread may ask."""
@@ -73,7 +77,8 @@ class Rows:
         if not self.late:
             return self
         fields = {**made, **self.fields}
-        return Rows(self.ids, {name: fields[name] for name in self.names or fields}, self.planned)
+        fields = {name: fields[name] for name in self.names or fields}
+        return Rows(self.ids, fields, self.planned, epochs=self.epochs)
 
     def stay_in_chunks(self, decoders: Mapping[str, FieldDecoder | None]) -> bool:
         """Whether three quarters of them or more take no memory of their own yet: they lie in chunks, or are views."""

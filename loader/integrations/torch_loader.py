@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ..arguments.no_items import NoItems
 from ..data_loader import DistributedDataLoader
 from ..errors import ConfigError
 from ..order.sealed import unseal
+from ..run.no_items import NoItems
 
 
 class TorchLoader(DataLoader[Any]):

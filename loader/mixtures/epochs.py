@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..order.mixtures.mixture import Cursor, MixturePlan
-from ..order.mixtures.spans import SourceOrder
 from ..order.permutation import IntArray
+from ..order.spans import SourceOrder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,17 @@ from typing import Any, NoReturn
 
 import xxhash
 
+from ..config.mixture import Mixture, check_position, update_weights
 from ..errors import ConfigError, StateMismatchError
 from ..order.auto import Choice, choose_order
 from ..order.costs.steps import Steps
+from ..order.courses import MixtureCourse
 from ..order.mixtures.mixture import Cursor, MixturePlan
-from ..order.mixtures.spans import SourceOrder
 from ..order.mixtures.state import MixtureState, SourceState
 from ..order.permutation import stream_key
 from ..order.plan import Order, Share
+from ..order.spans import SourceOrder
 from ..positions.position import RunPosition, Tell, tell_nobody
-from ..sources.mixture import Mixture, check_position, update_weights
 from ..sources.sources import OpenSource, Sources
 from .epochs import EpochPlace, EpochSteps, Place
 from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream
@@ -203,6 +204,9 @@ class MixturePosition(RunPosition):
         known = self._known(epoch)
         base, first = (known.start, 0) if consumed < known.base_consumed else (known.base, known.base_consumed)
         return known.start, self.plan.advance(base, (consumed - first) // self.plan.global_batch_size)
+
+    def course(self, epoch: int, consumed: int) -> MixtureCourse:
+        return MixtureCourse(self.plan, epoch, *self.cursor_at(epoch, consumed))
 
     def place(self) -> Place:
         """From where on a pipeline that starts now reads."""

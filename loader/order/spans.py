@@ -3,22 +3,79 @@
 Planning runs ahead of assembling. Planning a span opens the lane windows that it enters, which shows which chunks will
 be needed, in order of first use; expanding a span shows which row of which chunk goes to which row of which batch.
 Pure arithmetic over the plan; the open windows are the only state. Used by one thread, the assembler.
+
+A run reads one data set, or several as one stream. Each epoch of each source has lanes and windows of its own. A step
+takes from each lane of each its next samples, sorts all by (lane, source), and cuts that into the ranks' shares, so
+that a rank keeps to its lanes in every source. Chunks have numbers in the joint space of all sources.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
+from .cached import cached_property
+from .costs.buckets import plan_epoch
+from .costs.costs import SampleCosts
 from .costs.steps import plan_steps
 from .costs.walk import CostCuts
 from .permutation import IntArray
-from .plan import EpochPlan, Segments, Share, lane_offsets, rank_segments
+from .plan import EpochPlan, Order, Segments, Share, column_segments, lane_offsets
+from .selecting.selection import Selection
 from .window import LaneWindow
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOrder:
+    """One source of a run: its chunks' samples, (chunks,) int64, its order, and its first chunk's joint number.
+
+    ``selection`` and ``bucket_costs``: see ``plan_epoch``.
+    """
+
+    chunk_samples: IntArray
+    order: Order
+    first_chunk: int = 0
+    selection: Selection | None = None
+    bucket_costs: SampleCosts | None = None
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples of one of its epochs."""
+        return int(self.chunk_samples.sum()) if self.selection is None else self.selection.num_samples
+
+    def plan(self, epoch: int) -> EpochPlan:
+        return plan_epoch(self.chunk_samples, self.order, epoch, self.selection, self.bucket_costs)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Positions of one epoch of one source, (steps + 1,): where the next steps begin and end that take from it."""
+
+    source: int
+    epoch: int
+    bounds: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Some consecutive steps of an epoch of a run: their ``bounds`` (steps + 1,) in its positions, and their parts.
+
+    ``of_sources`` (2, sources): how many samples of each source's epochs, laid end to end, come before the first step,
+    and how many before the end of the last. No steps: the epoch ends here.
+    """
+
+    epoch: int
+    bounds: IntArray
+    parts: tuple[Part, ...]
+    of_sources: IntArray
+
+    @property
+    def steps(self) -> int:
+        return len(self.bounds) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +83,9 @@ class Span:
     """Some consecutive steps: their ``bounds`` (steps + 1,) in positions, and this rank's segments of them.
 
     ``row_starts`` (steps + 1,): where each step's rows begin when all are laid end to end; ``num_valid`` (steps,): how
-    many of a step's rows, from its first on, are the rank's share.
+    many of a step's rows, from its first on, are the rank's share. ``taken`` says of which epochs of which sources the
+    steps are; of n parts, the segments' ``lane`` is lane * n + part. A span that is planned within one epoch of one
+    data set does without.
     """
 
     epoch: int
@@ -34,6 +93,7 @@ class Span:
     segments: Segments
     row_starts: IntArray
     num_valid: IntArray
+    taken: Taken | None = None
 
     @property
     def steps(self) -> int:
@@ -52,7 +112,26 @@ class Span:
             self.segments.of_steps(step, stop),
             self.row_starts[step : stop + 1] - self.row_starts[step],
             self.num_valid[step:stop],
+            None if self.taken is None else _cut(self.taken, step, stop),
         )
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return () if self.taken is None else self.taken.parts
+
+    def segments_of(self, part: int) -> Segments:
+        """Those of one of the parts, by lane."""
+        count = len(self.parts)
+        return self.segments if count == 1 else pick_segments(self.segments, self.segments.lane % count == part, count)
+
+    def of_rows(self, of_parts: IntArray) -> IntArray:
+        """(rows,) int64: of each row what ``of_parts`` (parts,) says of its part."""
+        if len(of_parts) == 1:
+            return np.broadcast_to(of_parts, (self.num_rows,))
+        found: IntArray = np.repeat(
+            of_parts[self.segments.lane % len(of_parts)], self.segments.stop - self.segments.start
+        )
+        return found
 
     def apart(self) -> list[Span]:
         """Its steps one by one; but one without rows, which borrows its fields, comes with one that has some."""
@@ -60,6 +139,22 @@ class Span:
         starts = np.flatnonzero(has_rows).tolist()
         starts[:1] = [0]
         return [self.cut(low, high - low) for low, high in zip(starts, [*starts[1:], self.steps], strict=True)]
+
+
+def _cut(taken: Taken, start: int, stop: int) -> Taken:
+    parts = (replace(part, bounds=part.bounds[start : stop + 1]) for part in taken.parts)
+    return replace(taken, bounds=taken.bounds[start : stop + 1], parts=tuple(parts))
+
+
+def pick_segments(segments: Segments, chosen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], parts: int) -> Segments:
+    """The chosen segments, whose columns (lane, part) become lanes."""
+    return Segments(
+        segments.step[chosen],
+        segments.lane[chosen] // parts,
+        segments.start[chosen],
+        segments.stop[chosen],
+        segments.slot[chosen],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +197,15 @@ class EpochSpans:
 
     def cut_span(self, first: int, steps: int) -> Span:
         """Plan ``steps`` steps from position ``first`` on, whose windows the caller opens before expanding it."""
-        share = self.share
         bounds = self.steps.bounds(first, steps)
+        offsets = lane_offsets(bounds, self.plan.turns)
+        return cut_share(self.plan.epoch, bounds, offsets, self.cuts(bounds), self.share)
+
+    def cuts(self, bounds: IntArray) -> IntArray:
+        """Where global batches with these bounds are cut into shares: (steps, world_size + 1) int64."""
         if self._cuts is None:
-            cuts = share.cuts(np.diff(bounds))
-        else:
-            cuts = self._cuts.of(bounds, share.world_size, share.weights)
-        segments = rank_segments(bounds, self.plan.turns, share.rank, share.world_size, cuts=cuts)
-        num_valid = cuts[:, share.rank + 1] - cuts[:, share.rank]
-        num_rows = num_valid
-        if not num_valid[-1] and ((share.pad and share.batch_size) or not num_valid.any()):
-            # As if there were as many ranks as samples: the first one's share is one sample.
-            borrowed = rank_segments(bounds[-2:], self.plan.turns, 0, int(bounds[-1] - bounds[-2]))
-            segments = segments.join(borrowed, steps - 1)
-            num_rows = np.append(num_valid[:-1], 1)
-        row_starts = np.zeros(steps + 1, np.int64)
-        np.cumsum(num_rows, out=row_starts[1:])
-        return Span(self.plan.epoch, bounds, segments, row_starts, num_valid)
+            return self.share.cuts(np.diff(bounds))
+        return self._cuts.of(bounds, self.share.world_size, self.share.weights)
 
     def open_windows(self, segments: Segments) -> Iterator[EnteredWindow]:
         """Open the windows that segments are the first to need, one by one: each takes a sort of its samples."""
@@ -221,6 +308,135 @@ class EpochSpans:
                 for chunk, use in zip(entered.chunks.tolist(), entered.first_uses.tolist(), strict=True):
                     uses[chunk] = min(use, uses.get(chunk, use))
         return uses
+
+
+def cut_share(
+    epoch: int, bounds: IntArray, offsets: IntArray, cuts: IntArray, share: Share, taken: Taken | None = None
+) -> Span:
+    """A rank's share of steps that begin and end at ``bounds`` (steps + 1,), as ``cuts`` (steps, world_size + 1) say.
+
+    ``offsets`` (steps + 1, columns): as of ``column_segments``. A rank without a row may borrow one; see ``Share``.
+    """
+    segments = column_segments(offsets, share.rank, share.world_size, cuts=cuts)
+    num_valid = num_rows = cuts[:, share.rank + 1] - cuts[:, share.rank]
+    if not num_valid[-1] and ((share.pad and share.batch_size) or not num_valid.any()):
+        # As if there were as many ranks as samples: the first one's share is one sample.
+        borrowed = column_segments(offsets[-2:], 0, int(bounds[-1] - bounds[-2]))
+        segments = segments.join(borrowed, len(num_valid) - 1)
+        num_rows = np.append(num_valid[:-1], 1)
+    row_starts = np.zeros(len(bounds), np.int64)
+    np.cumsum(num_rows, out=row_starts[1:])
+    return Span(epoch, bounds, segments, row_starts, num_valid, taken)
+
+
+class Course(Protocol):
+    """Which positions of which epochs of sources the steps of a run take, from where it stands on."""
+
+    def take(self, spans_of: Callable[[int, int], EpochSpans], most: int) -> Taken:
+        """The next steps of the epoch, at most so many; none at its end, behind which the next epoch begins.
+
+        ``spans_of`` gives an epoch of a source.
+        """
+
+
+class SpanPlanner:
+    """Plans the spans of a run for one rank. All sources have the same number of lanes."""
+
+    def __init__(self, sources: Sequence[SourceOrder], share: Share, course: Course, last_batch: str) -> None:
+        self._sources = sources
+        self._share = share
+        self._course = course
+        self._last_batch = last_batch
+        self._open: dict[tuple[int, int], EpochSpans] = {}
+
+    def _spans_of(self, source: int, epoch: int) -> EpochSpans:
+        if (source, epoch) not in self._open:
+            self._open[source, epoch] = EpochSpans(self._sources[source].plan(epoch), self._share, self._last_batch)
+        return self._open[source, epoch]
+
+    def plan_next(self, most: int) -> Span:
+        """Plan the next steps of the epoch, at most so many, whose windows the caller opens before expanding them.
+
+        A span of no steps is an epoch's end.
+        """
+        taken = self._course.take(self._spans_of, most)
+        bounds = taken.bounds
+        if not taken.steps:
+            none = np.empty(0, np.int64)
+            return Span(taken.epoch, bounds, Segments(none, none, none, none, none), np.zeros(1, np.int64), none, taken)
+        spans = [self._spans_of(part.source, part.epoch) for part in taken.parts]
+        offsets = [lane_offsets(part.bounds, of.plan.turns) for part, of in zip(taken.parts, spans, strict=True)]
+        if len(spans) == 1:
+            return cut_share(taken.epoch, bounds, offsets[0], spans[0].cuts(taken.parts[0].bounds), self._share, taken)
+        columns = np.stack(offsets, axis=-1).reshape(len(bounds), -1)
+        return cut_share(taken.epoch, bounds, columns, self._share.cuts(np.diff(bounds)), self._share, taken)
+
+    def open_windows(self, span: Span) -> Iterator[EnteredWindow]:
+        """Open the windows that a span is the first to need, one by one: each takes a sort of its samples.
+
+        Their chunks have joint numbers; their first uses are positions of the run's epoch, about.
+        """
+        for number, part in enumerate(span.parts):
+            for entered in self._spans_of(part.source, part.epoch).open_windows(span.segments_of(number)):
+                yield self._join(entered, part, span)
+
+    def _join(self, entered: EnteredWindow, part: Part, span: Span) -> EnteredWindow:
+        if part.bounds is span.bounds:
+            return entered
+        assert span.taken is not None
+        before, after = span.taken.of_sources[:, part.source]
+        ahead = entered.first_uses + part.epoch * self._sources[part.source].num_samples - before
+        rate = (after - before) / (span.taken.of_sources[1] - span.taken.of_sources[0]).sum()
+        uses = int(span.bounds[0]) + (ahead / rate).astype(np.int64)
+        return EnteredWindow(entered.window, entered.chunks + self._sources[part.source].first_chunk, uses)
+
+    def expand(self, span: Span) -> list[ChunkRows]:
+        """Which rows of which chunks the span is made of, grouped by joint chunk, in order of first use."""
+        if len(self._sources) == len(span.parts) == 1:
+            return self._spans_of(0, span.parts[0].epoch).expand(span)
+        found: dict[int, list[ChunkRows]] = {}
+        for number, part in enumerate(span.parts):
+            own = replace(span, segments=span.segments_of(number))
+            for group in self._spans_of(part.source, part.epoch).expand(own):
+                found.setdefault(group.chunk + self._sources[part.source].first_chunk, []).append(group)
+        groups = [_join_rows(chunk, together) for chunk, together in found.items()]
+        groups.sort(key=lambda group: int(group.targets.min()))
+        return groups
+
+    def release(self, span: Span) -> list[int]:
+        """Close the windows that end with the span, and return their chunks, once for each window."""
+        done: list[int] = []
+        for part in span.parts:
+            position, source = int(part.bounds[-1]), self._sources[part.source]
+            if (part.source, part.epoch) not in self._open:
+                continue
+            for entered in self._open[part.source, part.epoch].close_windows(position):
+                done += (entered.chunks + source.first_chunk).tolist()
+            if position == source.num_samples:
+                del self._open[part.source, part.epoch]
+        return done
+
+    def next_uses(self, span: Span) -> dict[int, int]:
+        """About when, after a span, each chunk of the open windows is used next, in positions of the run's epoch."""
+        assert span.taken is not None
+        after = {(part.source, part.epoch): int(part.bounds[-1]) for part in span.parts}
+        begin, end = span.taken.of_sources
+        rates = np.maximum(1, end - begin) / (end - begin).sum()
+        uses: dict[int, int] = {}
+        for (number, epoch), spans in self._open.items():
+            source, rate = self._sources[number], float(rates[number])
+            before = epoch * source.num_samples - int(begin[number])
+            for chunk, use in spans.next_uses(after.get((number, epoch), 0)).items():
+                ahead = int(span.bounds[0]) + int((use + before) / rate)
+                uses[source.first_chunk + chunk] = min(ahead, uses.get(source.first_chunk + chunk, ahead))
+        return uses
+
+
+def _join_rows(chunk: int, groups: Sequence[ChunkRows]) -> ChunkRows:
+    if len(groups) == 1:
+        return ChunkRows(chunk, groups[0].rows, groups[0].targets)
+    rows, targets = (np.concatenate(arrays) for arrays in zip(*((g.rows, g.targets) for g in groups), strict=True))
+    return ChunkRows(chunk, rows, targets)
 
 
 def _group(

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, TypeVar
 
 from ...storage.threads.interruptible import Event
 from ..columns import Block
 from ..decoding.batch import BatchMaker
-from ..decoding.rows import Rows
 from ..metrics import Counters
 from ..order.cursors import Cursors
 from ..order.plan import Order, Share
@@ -125,7 +124,18 @@ def hand_over(equipment: Equipment, item: Delivery, since: float) -> bool:
     return delivered
 
 
-def cut_step(rows: Rows, span: Span, step: int, share: Share) -> tuple[Rows, int, int]:
+class CanCut(Protocol):
+    """Rows of a span."""
+
+    def cut(self, start: int, stop: int) -> Self: ...
+
+    def pick(self, indices: Sequence[int]) -> Self: ...
+
+
+R = TypeVar("R", bound=CanCut)
+
+
+def cut_step(rows: R, span: Span, step: int, share: Share) -> tuple[R, int, int]:
     """The rows of one step of a span, repeated where the batch is padded; how many make the batch, how many count.
 
     A step without rows gets a copy of one of another's, of which none makes the batch: a transform shows its fields by

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,9 +13,11 @@ from ..order.auto import Choice, choose_order
 from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch, size_in_lanes
 from ..order.costs.costs import SampleCosts
 from ..order.costs.steps import BudgetSteps, EvenSteps, Steps, skip_steps
+from ..order.courses import EpochCourse
 from ..order.cursors import Cursors
 from ..order.plan import Order, Share, require_steps
 from ..order.selecting.selection import Selection
+from ..order.spans import Course, SourceOrder
 from ..order.state import PACKING, LoaderState
 from ..pipeline.delivery_queue import Delivery
 
@@ -54,6 +56,15 @@ class RunPosition(ABC):
     @abstractmethod
     def order(self) -> Order:
         """What decides the order of samples, beside the data."""
+
+    @property
+    @abstractmethod
+    def orders(self) -> Sequence[SourceOrder]:
+        """The order of each source."""
+
+    @abstractmethod
+    def course(self, epoch: int, consumed: int) -> Course:
+        """What the run takes from a position on, which is the upcoming one or the beginning of an epoch."""
 
     @abstractmethod
     def check_share(self, share: Share) -> None:
@@ -239,6 +250,14 @@ class Position(RunPosition):
     @property
     def order(self) -> Order:
         return self._order
+
+    @property
+    def orders(self) -> Sequence[SourceOrder]:
+        samples, costs = self._manifest.samples, self._bucket_costs
+        return [SourceOrder(chunk_samples=samples, order=self.order, selection=self._of, bucket_costs=costs)]
+
+    def course(self, epoch: int, consumed: int) -> EpochCourse:
+        return EpochCourse(epoch, consumed)
 
     def _with_buckets(self, order: Order, bucket: Bucket, share: Share) -> BucketedOrder:
         assert self._bucket_costs is not None

@@ -29,20 +29,19 @@ from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
 from ..errors import PartitionError
 from ..metrics import Counters
-from ..mixtures.fields import check_fields
-from ..mixtures.quarantine import MixedQuarantine, QuarantineOfSource
 from ..mixtures.stream_position import StreamPlace
 from ..order.cursors import Cursors
-from ..order.mixtures.spans import SourceOrder
 from ..order.outputs import keeper_ranks, lanes_of_share
-from ..order.plan import EpochPlan, Share, lane_turns, share_bounds
+from ..order.plan import Share, lane_turns, share_bounds
+from ..order.spans import SourceOrder
 from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once, time_assembly
 from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
 from ..ranks.channel import wait_for_ranks
 from ..ranks.ledger import EpochLedger, Ledgers, order_key
-from ..reading.bad.quarantine import ReplacesChunks
+from ..sources.fields import check_fields
 from ..sources.kinds import Kind
+from ..sources.quarantine import Quarantine
 from ..sources.sources import Sources
 from .dealing import Dealer, DealtIds, DealtSteps
 from .epoch_supply import EpochSupply
@@ -74,12 +73,12 @@ class StreamAssembler:
         orders: Sequence[SourceOrder],
         epochs: Epochs,
         last_batch: str | None,
-        quarantines: Sequence[ReplacesChunks],
+        quarantine: Quarantine,
         open_ledger: OpenLedger,
         is_logged: bool,
         counts: Sequence[Counters] = (),
     ) -> None:
-        """By source: ``orders``, ``quarantines``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
+        """By source: ``orders``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
 
         ``kinds`` are those of single sources, in their order. ``last_batch``: None in a mixture.
         """
@@ -103,7 +102,7 @@ class StreamAssembler:
             equipment_of(equipment, sources, kinds[k], k, orders[k].order.seed) if is_mixed else equipment
             for k in numbers
         ]
-        self._transforms = [make_transform(sources[k], self._of[k], quarantines[k]) for k in numbers]
+        self._transforms = [make_transform(sources[k], self._of[k], quarantine.of_source(k)) for k in numbers]
         self._options = [
             choose_lane_options(self._transforms[k], self._of[k], len(sources), patience=_PATIENCE if is_mixed else 0)
             for k in numbers
@@ -158,7 +157,7 @@ class StreamAssembler:
         else:
             own = lanes_of_share(position, lane_turns(lanes), share.global_batch_size, rank, world_size, share.weights)
         return EpochSupply(
-            EpochPlan(source.chunk_samples, source.order, epoch, source.selection),
+            source.plan(epoch),
             share,
             self._transforms[number],
             self._of[number],
@@ -337,7 +336,7 @@ def assemble_one(
     *,
     sources: Sources,
     kinds: Sequence[Kind],
-    quarantine: ReplacesChunks,
+    quarantine: Quarantine,
     ledgers: Ledgers,
     last_batch: str,
     is_logged: bool,
@@ -356,7 +355,7 @@ def assemble_one(
         ],
         epochs=CutEpochs(start.share.global_batch_size, start.epoch, start.position, cursors),
         last_batch=last_batch,
-        quarantines=[quarantine],
+        quarantine=quarantine,
         open_ledger=lambda _, epoch: ledgers.open(key, lanes, epoch),
         is_logged=is_logged,
     )
@@ -364,28 +363,26 @@ def assemble_one(
 
 def assemble_mixture(
     equipment: Equipment,
-    start: Start,
+    share: Share,
     *,
     sources: Sources,
     kinds: Sequence[Kind],
-    quarantine: MixedQuarantine,
-    place: Callable[[], StreamPlace],
+    quarantine: Quarantine,
+    place: StreamPlace,
     open_ledger: OpenLedger,
-    is_logged: bool,
     counts: Sequence[Counters],
+    is_logged: bool,
 ) -> StreamAssembler:
     """The assembler of a mixture, from ``place`` on."""
-    here = place()
-    firsts = zip(sources.first_chunks, sources.first_ids, strict=True)
     return StreamAssembler(
         equipment,
-        start.share,
+        share,
         sources=sources,
         kinds=kinds,
-        orders=here.orders,
-        epochs=JoinedEpochs(start.share.global_batch_size, here),
+        orders=place.orders,
+        epochs=JoinedEpochs(share.global_batch_size, place),
         last_batch=None,
-        quarantines=[QuarantineOfSource(quarantine, chunk, sample) for chunk, sample in firsts],
+        quarantine=quarantine,
         open_ledger=open_ledger,
         is_logged=is_logged,
         counts=counts,

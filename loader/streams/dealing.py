@@ -10,13 +10,12 @@ import numpy as np
 
 from ..columns import IntArray
 from ..decoding.batch import BatchMaker, UnfinishedBatch
+from ..decoding.mixed_batch import MixedBatch, ReadySamples
 from ..decoding.row_job import RowJob
 from ..decoding.rows import Rows
 from ..metrics import Counters
-from ..mixtures.batch import MixedBatch, ReadySamples
-from ..order.mixtures.spans import pick_segments
 from ..order.plan import Share, column_segments
-from ..order.spans import Span
+from ..order.spans import Span, pick_segments
 from ..pipeline.assembler import Equipment, cut_step
 from ..sources.sources import Sources
 from .epoch_supply import EpochSupply

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from ..columns import IntArray
+from ..config.keep import BoolArray
 from ..errors import ConfigError, LoaderClosedError
 from ..order.cached import cached_property
 from ..order.plan import EpochPlan, Segments, Share, lane_sizes
 from ..order.spans import ChunkRows, EnteredWindow, EpochSpans, Span
 from ..pipeline.assembler import Equipment
 from ..ranks.ledger import EpochLedger
-from ..sources.keep import BoolArray
 from .transforms import LaneTransform, PendingResult, TransformResult
 
 _ROUNDS = 3  # that are worked on at once: while one is waited for, the threads have the next

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..columns import IntArray, Ragged
+from ..config.keep import BoolArray, Sieve
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_options import IDS, VALID
 from ..decoding.batch_values import BatchValues
@@ -27,7 +28,6 @@ from ..packing.packed import Packed, add_counts, cumulative_lengths, fill, join_
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
 from ..reading.bad.quarantine import ReplacesChunks
-from ..sources.keep import BoolArray, Sieve
 from ..sources.sources import SOURCE
 from .transforms import Collected, PendingResult, Ready, RowReader, StepRows, TransformResult, pick_rows
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..columns import Block
+from ..config.reshaping import fields_of_rows
 from ..order.plan import next_power_of_two
 from ..pipeline.assembler import Equipment, ReadsChunks
 from ..pipeline.tuning import mean_row_bytes
 from ..reading.bad.quarantine import ReplacesChunks
 from ..sources.kinds import Kind
-from ..sources.reshaping import fields_of_rows
 from ..sources.sources import OpenSource, Sources
 from .epoch_supply import LaneOptions
 from .packing import PackTransform

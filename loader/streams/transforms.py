@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..columns import Block, IntArray
+from ..config.keep import BoolArray, Sieve
 from ..decoding.batch import UnfinishedBatch
 from ..decoding.byte_views import Lend
 from ..decoding.copies import copy_sample
@@ -22,7 +23,6 @@ from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes
 from ..reading.bad.quarantine import ReplacesChunks
-from ..sources.keep import BoolArray, Sieve
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from penstock.benchmarks.harness.job import Measurement
 from penstock.benchmarks.harness.ratios import summarize
 from penstock.benchmarks.harness.report import print_result
 from penstock.cli import COMMANDS, run
+from penstock.trainer.__main__ import main as train
 
 GOLDEN = Path(__file__).parent / "golden"
 WIDTH = 80
@@ -131,6 +132,7 @@ def test_the_overview_has_a_line_for_each_command(
     run(["--help"])
     out = capsys.readouterr().out
     check_layout(out)
+    compare("help", out)
     listed = out.partition("[ARGUMENTS]\n\n")[2].partition("\n\n")[0].splitlines()
     assert [line[2:].split()[0] for line in listed] == list(COMMANDS)
 
@@ -140,7 +142,26 @@ def test_help_fits_80_columns(name: str, capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     with pytest.raises(SystemExit):
         run([name, "--help"])
-    check_layout(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    check_layout(out)
+    compare(f"help-{name}", words_of_help(out))
+
+
+@pytest.mark.parametrize("recipe", ["", "gpt"])
+def test_the_trainers_help_says_what_it_said(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    with pytest.raises(SystemExit):
+        train([*recipe.split(), "--help"])
+    compare("-".join(["help-trainer", *recipe.split()]), words_of_help(capsys.readouterr().out), exact=True)
+
+
+def words_of_help(text: str) -> str:
+    """The words of a help page, a line for each option: versions of tyro draw and wrap differently around them."""
+    plain = re.sub(r"[│╭╮╰╯─]+|-{5,}", " ", text)
+    blocks = re.split(r"\n(?=\s*--?\w)|\n\s*\n", plain)
+    return "\n".join(" ".join(block.split()) for block in blocks) + "\n"
 
 
 def test_a_comparison_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

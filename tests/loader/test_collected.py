@@ -14,7 +14,7 @@ import pytest
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader
-from penstock.loader.pipeline.plain import PlainAssembler
+from penstock.loader.assembly.span_assembler import SpanAssembler
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def test_a_loader_collected_in_a_thread_of_its_own_ends_all_of_them(
     write_tars(tmp_path, [200] * 5)
     before = set(threading.enumerate())
     dropped, collected = threading.Event(), threading.Event()
-    assemble = PlainAssembler._assemble_span
+    assemble = SpanAssembler._assemble
     calls = 0
 
-    def collecting(assembler: PlainAssembler, *span: Any) -> bool:
+    def collecting(assembler: SpanAssembler, *span: Any) -> bool:
         nonlocal calls
         calls += 1
         if calls == 2:  # while it reads ahead of the first batch
@@ -55,7 +55,7 @@ def test_a_loader_collected_in_a_thread_of_its_own_ends_all_of_them(
             collected.set()
         return assemble(assembler, *span)
 
-    monkeypatch.setattr(PlainAssembler, "_assemble_span", collecting)
+    monkeypatch.setattr(SpanAssembler, "_assemble", collecting)
     holder = Holder(tmp_path)
     next(holder.batches)
     del holder

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.loader.passes import resources
+from penstock.loader.run import resources
 
 
 @pytest.fixture(autouse=True)

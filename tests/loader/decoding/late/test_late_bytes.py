@@ -19,6 +19,7 @@ import pytest
 from interrupt import Interrupt
 
 from penstock.loader import DistributedDataLoader, TarFormat
+from penstock.loader.assembly import kind_rows
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
@@ -30,7 +31,7 @@ from penstock.loader.decoding.row_job import RowJob
 from penstock.loader.decoding.rows import Rows
 from penstock.loader.errors import LoaderClosedError
 from penstock.loader.order.spans import ChunkRows
-from penstock.loader.pipeline import pipeline, plain
+from penstock.loader.pipeline import pipeline
 from penstock.loader.pipeline.delivery_queue import DeliveryQueue
 from penstock.loader.reading.mapped import chunks as mapped_chunks
 from penstock.loader.reading.mapped.chunks import MappedColumn
@@ -112,8 +113,8 @@ def test_no_more_than_a_few_small_batches_are_made_that_nobody_asked_for(
     folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch, nbytes: int, ahead: int
 ) -> None:
     monkeypatch.setattr(pipeline, "_AWAY_S", math.inf)  # however slow this machine is
-    monkeypatch.setattr(plain, "_OBJECTS_AT_ONCE", 4)
-    monkeypatch.setattr(plain, "_OBJECT_BYTES_AT_ONCE", nbytes)
+    monkeypatch.setattr(kind_rows, "_OBJECTS_AT_ONCE", 4)
+    monkeypatch.setattr(kind_rows, "_OBJECT_BYTES_AT_ONCE", nbytes)
     most = 0
     with load(folder, columns=["bin"]) as loader:
         batches = iter(loader)
@@ -137,7 +138,7 @@ def test_batches_that_are_made_together_ask_for_their_files_once(folder: Path, m
 
     expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
     monkeypatch.setattr(late_jobs, "complete_all", note)
-    monkeypatch.setattr(plain, "_OBJECTS_AT_ONCE", 4)
+    monkeypatch.setattr(kind_rows, "_OBJECTS_AT_ONCE", 4)
     assert batches_of(load(folder)) == expected
     assert set(asked) == {1, 2, 4}
 
@@ -206,7 +207,7 @@ def test_a_loop_that_is_elsewhere_meanwhile_finds_the_next_two_made(
     folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_AWAY_S", -1.0)
-    monkeypatch.setattr(plain, "_OBJECT_BYTES_AT_ONCE", 0)
+    monkeypatch.setattr(kind_rows, "_OBJECT_BYTES_AT_ONCE", 0)
     expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
     here = threading.current_thread().name
     with load(folder) as loader:

@@ -20,7 +20,7 @@ from started_process import worker_processes
 from started_threads import started_threads
 
 from penstock import DistributedDataLoader, ImageDecoder, Mixture, Source
-from penstock.loader.arguments import tuning
+from penstock.loader.config import tuning
 from penstock.loader.decoding.row_job import RowJob
 from penstock.loader.decoding.workers import images
 from penstock.loader.decoding.workers import pool as worker_pool

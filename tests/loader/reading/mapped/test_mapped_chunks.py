@@ -21,7 +21,7 @@ import torch
 from penstock.loader import DistributedDataLoader, Mixture, Source, TarFormat, open_manifest
 from penstock.loader.formats.detect import make_format
 from penstock.loader.metrics import Counters
-from penstock.loader.order.spans import EpochSpans
+from penstock.loader.order.spans import Span, SpanPlanner
 from penstock.loader.pipeline import tuning
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.loader.reading.mapped import chunks as mapped_chunks
@@ -94,8 +94,14 @@ def test_rows_that_stay_in_chunks_are_gathered_more_at_once(
 ) -> None:
     for name in ("_SPAN_BYTES", "_MOST_SPAN_BYTES"):
         monkeypatch.setattr(tuning, name, 3 * BATCH * 12_000)  # else all of so few steps are one span
-    cut, steps = EpochSpans.cut_span, set[int]()
-    monkeypatch.setattr(EpochSpans, "cut_span", lambda self, at, count: steps.add(count) or cut(self, at, count))
+    plan, steps = SpanPlanner.plan_next, set[int]()
+
+    def note(planner: SpanPlanner, most: int) -> Span:
+        span = plan(planner, most)
+        steps.add(span.steps)
+        return span
+
+    monkeypatch.setattr(SpanPlanner, "plan_next", note)
     found = []
     in_memory = {"storage_options": {"mapped_reads": False}}
     for most, options in (

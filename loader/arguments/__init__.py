@@ -1,1 +1,0 @@
-"""What a loader accepts, checked and read before anything is opened."""

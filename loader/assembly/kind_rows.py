@@ -1,0 +1,216 @@
+"""Rows of a span, gathered apart by kind, and the batches that are begun of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..columns import AnyArray, Block, IntArray
+from ..decoding.batch import BatchMaker, UnfinishedBatch
+from ..decoding.batch_memory import BatchMemory
+from ..decoding.byte_views import Lend
+from ..decoding.decode import WIDENED
+from ..decoding.gather import gather
+from ..decoding.late.bytes import LateBytes
+from ..decoding.late.rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
+from ..decoding.mixed_batch import LateJob, MixedBatch
+from ..decoding.rows import Rows
+from ..order.spans import ChunkRows, SourceOrder, Span
+from ..sources.kinds import Kind
+from ..sources.sources import Sources
+
+_MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
+# Of so many steps, or bytes, objects are made of what lies in mapped files: most of these are asked for each time.
+_OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE = 16, 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KindRows:
+    """Rows of several kinds: ``where`` says in which places the ``rows`` of each kind belong, ascending."""
+
+    where: tuple[IntArray, ...]
+    rows: tuple[Rows, ...]
+
+    @property
+    def ids(self) -> IntArray:
+        """(rows,) int64: the joint sample ids of all rows."""
+        return self._in_order([rows.ids for rows in self.rows])
+
+    @property
+    def planned(self) -> IntArray | None:
+        """(rows,) the ids that the order asked for, where others take the place of some."""
+        are_replaced = any(rows.planned is not None for rows in self.rows)
+        return self._in_order([rows.planned_ids for rows in self.rows]) if are_replaced else None
+
+    @property
+    def epochs(self) -> IntArray | None:
+        epochs = [rows.epochs for rows in self.rows if rows.epochs is not None]
+        return self._in_order(epochs) if epochs else None
+
+    def _in_order(self, of_kinds: Sequence[IntArray]) -> IntArray:
+        of_all = np.empty(sum(map(len, self.where)), np.int64)
+        for where, of_kind in zip(self.where, of_kinds, strict=True):
+            of_all[where] = of_kind
+        return of_all
+
+    def cut(self, start: int, stop: int) -> KindRows:
+        edges = [np.searchsorted(where, (start, stop)).tolist() for where in self.where]
+        return KindRows(
+            tuple(where[low:high] - start for where, (low, high) in zip(self.where, edges, strict=True)),
+            tuple(rows.cut(low, high) for rows, (low, high) in zip(self.rows, edges, strict=True)),
+        )
+
+    def pick(self, indices: Sequence[int]) -> KindRows:
+        """As ``Rows.pick``."""
+        picked = np.asarray(indices, np.int64)
+        where = tuple(np.flatnonzero(np.isin(picked, of_kind)) for of_kind in self.where)
+        places = [np.searchsorted(of_kind, picked[own]) for of_kind, own in zip(self.where, where, strict=True)]
+        return KindRows(where, tuple(rows.pick(own.tolist()) for rows, own in zip(self.rows, places, strict=True)))
+
+
+AnyRows = Rows | KindRows
+
+
+class RowKinds:
+    """Gathers the rows of all kinds of sources, and begins batches of them. Used by the assembler thread."""
+
+    def __init__(
+        self, sources: Sources, kinds: Sequence[Kind], orders: Sequence[SourceOrder], maker: BatchMaker
+    ) -> None:
+        self._sources = sources
+        self._maker = maker
+        makers = [maker] if len(kinds) == 1 else [kind.maker(maker) for kind in kinds]
+        if sources.is_mixed:
+            seeds = np.array([source.order.seed for source in orders], np.uint64)
+            makers = [replace(own, random_keys=partial(_make_keys, sources, seeds)) for own in makers]
+        self._makers = makers
+        self._kind_of = np.empty(len(sources), np.int64)
+        for number, kind in enumerate(kinds):
+            self._kind_of[list(kind.sources)] = number
+
+    def gather(
+        self,
+        span: Span,
+        blocks: Iterable[tuple[ChunkRows, Block]],
+        lend: Lend | None = None,
+        memory: BatchMemory | None = None,
+    ) -> AnyRows:
+        """The rows of a span, whose chunks' rows come in any order. With ``memory``: see ``gather``."""
+        parts, first_ids = span.parts, self._sources.manifest.first_ids
+        epochs = span.of_rows(np.array([part.epoch for part in parts])) if self._sources.is_mixed else None
+        if len(self._makers) == 1:
+            decoders = self._makers[0].decoders
+            return gather(blocks, span.num_rows, first_ids, decoders, lend, memory=memory, epochs=epochs)
+        kinds = span.of_rows(self._kind_of[[part.source for part in parts]])
+        where = tuple(np.flatnonzero(kinds == kind) for kind in range(len(self._makers)))
+        # Blocks are held until their kind's turn: those of a span, which the reader holds too.
+        apart: list[list[tuple[ChunkRows, Block]]] = [[] for _ in where]
+        for group, block in blocks:
+            kind = int(self._kind_of[self._sources.of_chunk(group.chunk)[0]])
+            apart[kind].append((replace(group, targets=np.searchsorted(where[kind], group.targets)), block))
+        gathered = (
+            gather(
+                of_kind,
+                len(own),
+                first_ids,
+                maker.decoders,
+                lend,
+                memory=memory,
+                epochs=None if epochs is None else epochs[own],
+            )
+            for of_kind, own, maker in zip(apart, where, self._makers, strict=True)
+        )
+        return KindRows(where, tuple(gathered))
+
+    def start(
+        self, steps: Sequence[tuple[Any, int, int]], epoch: int
+    ) -> tuple[Sequence[UnfinishedBatch], Sequence[Future[None]]]:
+        """Start a batch of each step's rows, of which so many make the batch, and so many count.
+
+        The futures are done once the rows need their chunks no longer.
+        """
+        if len(self._makers) == 1:
+            batches, copied = self._makers[0].start_together(steps, epoch)
+            return batches, [] if copied is None else [copied]
+        parts: list[list[tuple[IntArray, LateJob]]] = [[] for _ in steps]
+        futures: list[Future[None]] = []
+        for kind, maker in enumerate(self._makers):
+            having = [number for number, (rows, _, _) in enumerate(steps) if len(rows.where[kind])]
+            jobs, copied = maker.start_jobs([steps[number][0].rows[kind] for number in having], epoch)
+            for number, job in zip(having, jobs, strict=True):
+                parts[number].append((steps[number][0].where[kind], LateJob(job)))
+            futures += [] if copied is None else [copied]
+        by_samples = any(maker.options.transform is not None for maker in self._makers)
+        return [
+            MixedBatch(self._maker, part, rows.ids, num_rows, num_valid, by_samples=by_samples)
+            for part, (rows, num_rows, num_valid) in zip(parts, steps, strict=True)
+        ], futures
+
+    def count_bytes(self, rows: AnyRows) -> int:
+        """Bytes of rows and of what they will be decoded into."""
+        return sum(of_kind.count_bytes(maker.decoders.settled) for of_kind, maker in self._by_kind(rows))
+
+    def stay_in_chunks(self, rows: AnyRows) -> bool:
+        """Whether most of the rows take no memory of their own until they are copied; see ``Rows``."""
+        return all(
+            of_kind.stay_in_chunks(maker.decoders.settled) for of_kind, maker in self._by_kind(rows) if len(of_kind.ids)
+        )
+
+    def keep_chunks(self, rows: AnyRows) -> bool:
+        """Whether chunks must stay in memory until the rows are copied."""
+        return any(of_kind.keep_chunks for of_kind, _ in self._by_kind(rows))
+
+    def count_together(self, rows: AnyRows, steps: int) -> int:
+        """Of how many steps the rows of a span of so many are best copied together."""
+        return min(_count_together(of_kind, steps) for of_kind, _ in self._by_kind(rows))
+
+    def widened_bytes(self) -> int:
+        """How many bytes a row has more when it is handed out than it has in its chunk, at most."""
+        return max(
+            _widened_bytes(source.manifest.schema.get("columns", {}), self._makers[self._kind_of[number]])
+            for number, source in enumerate(self._sources)
+        )
+
+    def _by_kind(self, rows: AnyRows) -> Iterable[tuple[Rows, BatchMaker]]:
+        return zip((rows,) if isinstance(rows, Rows) else rows.rows, self._makers, strict=True)
+
+
+def _make_keys(sources: Sources, seeds: AnyArray, rows: Rows) -> AnyArray:
+    """The (rows, 3) uint64 seed, source's epoch and sample id of rows, for their random numbers."""
+    assert rows.epochs is not None
+    source, own = sources.of_ids(rows.ids)
+    return np.stack([seeds[source], rows.epochs.astype(np.uint64), own.view(np.uint64)], axis=1)
+
+
+def _count_together(rows: Rows, steps: int) -> int:
+    """Of how many steps rows are copied together: of mapped files several, since each copy asks for the files.
+
+    Of wide rows as many as are copied by one call, so that threads seldom wait for Python's lock.
+    """
+    late = rows.late
+    places = [each.at for each in late if each.at is not None]
+    if any(isinstance(each, LateBytes) for each in late):
+        most, most_bytes = _OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE
+    elif any(at.files for at in places):
+        return max(1, _MAPPED_AT_ONCE * steps // sum(at.nbytes for at in places))
+    elif late and all(isinstance(each, WideRows) for each in late):
+        most, most_bytes = MOST_TOGETHER, TOGETHER_BYTES
+    else:
+        return 1
+    return min(most, max(1, most_bytes * steps // max(1, sum(each.nbytes for each in late))))
+
+
+def _widened_bytes(columns: Mapping[str, Any], maker: BatchMaker) -> int:
+    widened = 0
+    for column in columns.values():
+        if "shape" in column and column["type"] in WIDENED:
+            stored = np.empty(0, column["type"])
+            growth = maker.decoders.dtype_of(stored).itemsize - stored.itemsize
+            widened += growth * math.prod(column["shape"])
+    return widened

@@ -1,0 +1,1 @@
+"""What users say of a loader, checked before anything is opened."""

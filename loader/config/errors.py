@@ -1,0 +1,177 @@
+"""The loader's arguments about bad samples, checked, and what follows from them once the data set is known."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from ...storage.files import in_home
+from ...storage.suggestions import unknown_choice
+from ..dataset.manifest import Manifest
+from ..decoding.replace import Replacer
+from ..decoding.row_work import RowWork
+from ..errors import ConfigError
+from ..order.plan import Share
+from ..order.selecting.selection import Selection
+from ..reading.bad.file import Paths, QuarantineFile, read_quarantine
+from ..reading.bad.samples import BadSamples, Limit
+from ..reading.chunk_source import ChunkSource
+from .checks import check_at_least
+
+OnError = Literal["stop", "skip", "replace"]
+
+_USUAL_SHARE = 0.01
+_DONE = {"skip": "skipped", "replace": "replaced"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorArguments:
+    """What a loader was told of samples that cannot be read, decoded or transformed.
+
+    Raises:
+        ConfigError: a value, or a combination with the other arguments, cannot work; says what would.
+    """
+
+    on_error: OnError
+    max_errors: int | float
+    max_bad_chunks: int | None
+    quarantine: str | os.PathLike[str] | None
+    avoid: Paths | None
+
+    @staticmethod
+    def read(
+        on_error: OnError,
+        max_errors: int | float | None,
+        max_bad_chunks: int | None,
+        quarantine: str | os.PathLike[str] | None,
+        avoid: Paths | None,
+        *,
+        drops: bool,
+        packs: bool,
+        by_stage: bool,
+        has_budget: bool,
+        audit_dir: str | os.PathLike[str] | None,
+    ) -> ErrorArguments:
+        if on_error not in get_args(OnError):
+            raise ConfigError(unknown_choice("on_error", on_error, get_args(OnError)))
+        if max_bad_chunks is not None:
+            check_at_least("max_bad_chunks", max_bad_chunks, 0)
+        if max_bad_chunks and has_budget:
+            raise ConfigError(
+                f"max_bad_chunks={max_bad_chunks} with batch_tokens=: samples that replace a bad chunk's may hold more "
+                "tokens than the batch has room for; give batch_size= instead"
+            )
+        if on_error == "stop":
+            given = {"max_errors": max_errors or None, "quarantine": quarantine, "avoid": avoid}
+            told = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+            if told:
+                raise ConfigError(
+                    f"{', '.join(told)} with on_error='stop', where the first bad sample ends the run; give "
+                    "on_error='replace' or 'skip' too"
+                )
+            return ErrorArguments(
+                on_error="stop", max_errors=0, max_bad_chunks=max_bad_chunks or 0, quarantine=None, avoid=None
+            )
+        if by_stage:
+            raise ConfigError(
+                f"on_error={on_error!r} with fields_by_stage=: stages that read other fields would find others bad; "
+                "leave out one of the two"
+            )
+        if packs:
+            raise ConfigError(
+                f"on_error={on_error!r} with packing=: documents are packed many at once; leave out one of the two, "
+                "and keep out what is bad by keep="
+            )
+        if drops and on_error == "replace":
+            raise ConfigError(
+                "on_error='replace' with keep= or may_drop=True: what replaces a sample might be dropped; give "
+                "on_error='skip', or leave out one of the two"
+            )
+        if has_budget:
+            raise ConfigError(
+                f"on_error={on_error!r} with batch_tokens=: a sample that replaces another may hold more tokens than "
+                "the batch has room for; give batch_size= instead"
+            )
+        quarantine = audit_dir if quarantine is None else quarantine
+        if avoid is not None and quarantine is not None and _holds(quarantine, avoid):
+            raise ConfigError(
+                f"avoid={avoid!r} is where this run writes what is bad (quarantine= or audit_dir=): a rank that starts "
+                "later would avoid more than the first; copy the files elsewhere, or give another quarantine="
+            )
+        return ErrorArguments(
+            on_error=on_error,
+            max_errors=_check_limit(_USUAL_SHARE if max_errors is None else max_errors),
+            max_bad_chunks=max_bad_chunks,
+            quarantine=quarantine,
+            avoid=avoid,
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a bad sample is not an error."""
+        return self.on_error != "stop"
+
+    def open(self, manifest: Manifest, share: Share, selection: Selection | None) -> ErrorPolicy:
+        """What to do in this data set."""
+        if not self.goes_on:
+            return ErrorPolicy(self, manifest, selection, None)
+        entries = [] if self.avoid is None else read_quarantine(self.avoid, manifest)
+        chunks = [entry.id for entry in entries if entry.kind == "chunk"]
+        ordinals = np.searchsorted(manifest.first_ids, np.array(chunks, np.int64), side="right") - 1
+        file = None
+        if self.quarantine is not None:
+            file = QuarantineFile(self.quarantine, share.rank, manifest.fingerprint)
+        count = manifest.num_samples if selection is None else selection.num_samples
+        limit, shown = self.max_errors, f"max_errors={self.max_errors}"
+        if isinstance(limit, float):
+            limit = math.ceil(limit * count / share.world_size)
+            shown += f", {limit:,} of a rank's {-(-count // share.world_size):,},"
+        return ErrorPolicy(
+            self,
+            manifest,
+            selection,
+            BadSamples(manifest, Limit(limit, shown), file, _DONE[self.on_error]),
+            frozenset(entry.id for entry in entries if entry.kind == "sample"),
+            frozenset(ordinals.tolist()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorPolicy:
+    """What is done about bad samples of one data set: ``avoided`` ids and ``avoided_chunks`` are bad untried."""
+
+    told: ErrorArguments
+    manifest: Manifest
+    selection: Selection | None
+    bad: BadSamples | None
+    avoided: frozenset[int] = frozenset()
+    avoided_chunks: frozenset[int] = frozenset()
+
+    def replacer(self, chunks: ChunkSource, work: RowWork, *, counts: bool = True) -> Replacer | None:
+        """What replaces bad samples, None where they are not; of one that only looks nothing is counted or written."""
+        if self.bad is None or self.told.on_error != "replace":
+            return None
+        bad = self.bad if counts else BadSamples(self.manifest, Limit(self.manifest.num_samples, ""), None, "replaced")
+        return Replacer(chunks, work, bad, self.selection)
+
+
+def _check_limit(value: object) -> int | float:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if is_count or (isinstance(value, float) and 0 <= value < 1):
+        assert isinstance(value, int | float)
+        return value
+    raise ConfigError(
+        f"max_errors={value!r}: must be a whole number of samples, 0 to tolerate none, or a share of a rank's samples "
+        "below 1"
+    )
+
+
+def _holds(folder: str | os.PathLike[str], paths: Paths) -> bool:
+    given = [Path(in_home(path)).resolve() for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    place = Path(in_home(folder)).resolve()
+    return any(place in (path, path.parent) for path in given)

@@ -1,0 +1,48 @@
+"""How much runs at once, as users give it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ...storage.suggestions import did_you_mean, unknown_choice
+from ..errors import ConfigError
+from ..limits import parse_bytes, usable_cores
+from ..pipeline.tuning import TuningChoice
+from ..ranks.detect import local_world_size
+from .checks import check_at_least
+
+
+def read_tuning(
+    threads: int | Literal["auto"],
+    fetch_threads: int | Literal["auto"],
+    read_ahead: int | str,
+    autotune: object,
+    memory_limit: int | str,
+    processes: int | Literal["auto"],
+) -> TuningChoice:
+    """What was chosen of threads and read-ahead. Raises ConfigError where that is impossible."""
+    counts: dict[str, Any] = {"threads": threads, "fetch_threads": fetch_threads}
+    for name, value in counts.items():
+        if value != "auto":
+            if isinstance(value, str):
+                raise ConfigError(f"{name}={value!r}: must be 'auto' or a whole number{did_you_mean(value, ['auto'])}")
+            check_at_least(name, value, 1)
+    if autotune != "auto" and not isinstance(autotune, bool):
+        raise ConfigError(unknown_choice("autotune", autotune, ("auto", True, False)))
+    memory_bytes = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
+    ahead = None if read_ahead == "auto" else parse_bytes(read_ahead, "read_ahead")
+    if ahead is not None and memory_bytes is not None and ahead > memory_bytes:
+        raise ConfigError(
+            f"read_ahead={read_ahead!r} is more than memory_limit={memory_bytes:,}; raise that, or lower this"
+        )
+    cores = usable_cores()
+    return TuningChoice(
+        fetch_threads=None if fetch_threads == "auto" else fetch_threads,
+        decode_threads=None if threads == "auto" else threads,
+        read_ahead_bytes=ahead,
+        autotune=autotune,
+        memory_bytes=memory_bytes,
+        cores=max(1, cores // local_world_size()),
+        cores_of_node=cores,
+        processes=processes,
+    )

@@ -1,0 +1,341 @@
+"""A loader at work: what it reads, where it stands, and the pipelines that deliver its batches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...storage.telling.counts import fastest_response_s
+from ...storage.telling.timeline import Timeline
+from ..config.loader_config import LoaderConfig
+from ..decoding.batch_options import BatchOptions
+from ..decoding.replace import Replacer
+from ..decoding.workers.images import ImageProcesses, count_image_processes
+from ..decoding.workers.pool import WorkerPool
+from ..errors import ConfigError
+from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
+from ..mixtures.position import MixturePosition
+from ..order.plan import Share
+from ..pipeline.assembler import Assembler, Equipment, Start
+from ..pipeline.delivery_log import DeliveryLog
+from ..pipeline.pipeline import Pipeline
+from ..pipeline.tuner import Tuner
+from ..pipeline.tuning import PipelineOptions, tune
+from ..positions.position import RunPosition
+from ..positions.uncounted import UncountedPosition
+from ..ranks.calls import Calls
+from ..ranks.detect import check_rank
+from ..ranks.naming import Attempt
+from ..reading.bad.samples import BadSamples
+from ..sources.kinds import group_kinds, open_kinds
+from ..sources.quarantine import Quarantine
+from ..sources.sources import OpenSource, Sources
+from .assembly import Reading, make_assembler
+from .resources import Resources
+
+_RECORDING = threading.Lock()
+
+
+class Run:
+    """A loader's sources, its position in their order, and the pipeline that is ahead of it.
+
+    Of the passes over it only the newest may go on. Used by the training loop's thread only. Mutable state besides the
+    position and the resources: how many passes have begun.
+    """
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        sources: Sources,
+        position: RunPosition,
+        resources: Resources,
+        counters: Counters,
+    ) -> None:
+        self.config = config
+        self.sources = sources
+        self.position = position
+        self.resources = resources
+        self.counters = counters
+        self.begun = 0
+        self.reading = Reading(
+            sources=sources,
+            kinds=open_kinds(config, sources),
+            quarantine=Quarantine(sources, config.errors.max_bad_chunks),
+            counts=[Counters() for _ in sources],
+            ledgers=position.ledgers if isinstance(position, UncountedPosition) else None,
+            is_logged=config.audit_dir is not None,
+        )
+        self.batch_options = self._choose_batch_options()
+        self._tuner = Tuner(config.tuning)
+        self._replacer = self.make_replacer(sources.apart())
+        resources.others += [source.chunks for source in sources]
+        if self.reading.ledgers is not None:
+            resources.others.append(self.reading.ledgers)
+        self._choose_workers()
+
+    @property
+    def share(self) -> Share:
+        """This rank's part of global batches."""
+        return self.position.share
+
+    def check_rank(self) -> None:
+        """Raise ConfigError where torch.distributed now says another rank than the loader was made for."""
+        is_given = self.config.rank is not None or self.config.mesh is not None
+        check_rank(self.share.rank, self.share.world_size, is_given=is_given)
+
+    def join(self, attempt: Attempt | None) -> None:
+        """Begin the log, if there is one, and hear of errors on other ranks; ``attempt`` names the loader for them."""
+        config, manifest, share = self.config, self.sources.manifest, self.share
+        selection = None if self.sources.is_mixed else self.sources[0].selection
+        if attempt is not None and share.world_size > 1:
+            processes = share.world_size if config.mesh is None else config.mesh.size()
+            taken = {} if selection is None else selection.to_dict()
+            name = attempt.name(manifest.fingerprint, taken, shuffle=config.shuffle, processes=processes)
+            self.resources.names = name, *attempt.names
+            self.resources.calls = Calls(name, processes)
+        if config.audit_dir is not None:
+            self.resources.log = DeliveryLog(
+                config.audit_dir,
+                manifest=manifest,
+                rank=share.rank,
+                world_size=share.world_size,
+                selection=selection,
+                may_drop=config.drops,
+                is_packed=config.packs,
+                bad=self.bad,
+                sources=self.sources.describe(),
+            )
+        if share.world_size > 1:
+            self.resources.join_peers()
+
+    # -- what is chosen once ------------------------------------------------------------------------------------------
+
+    def _choose_batch_options(self) -> BatchOptions:
+        """The loader's, with what sources add; of several kinds, each has a transform of its own.
+
+        Raises:
+            ConfigError: a field of the data has a name that the loader gives, or is not there to be cut.
+        """
+        config, sources, kinds = self.config, self.sources, self.reading.kinds
+        is_alone = len(kinds) == 1
+        options = replace(
+            config.batch_options,
+            transform=kinds[0].transform if is_alone else None,
+            may_drop=is_alone and kinds[0].may_drop,
+            identify=sources.identify,
+            avoided=sources.avoided_ids,
+        )
+        absent: frozenset[str] = frozenset()  # fields that are cut where they are read
+        for source in sources:
+            where = f"source {source.name!r}" if sources.is_mixed else source.manifest.url
+            delivered = source.fields if source.packer is None else source.columns or source.fields
+            options.refuse_taken_names(delivered, where)
+            are_made = source.options.transform is not None or config.collate is not None
+            if cut := config.group.cut_batches(source.fields, source.columns, are_made=are_made):
+                absent |= cut.absent
+                options = replace(options, finish=replace(cut, absent=absent))
+        return options
+
+    def _choose_workers(self) -> None:
+        """Processes that decode and transform: those asked for, or of images alone what the machine has cores for."""
+        tuning, raw, kind = self.config.tuning, self.config.raw, self.reading.kinds[0]
+        work = replace(self.batch_options, transform=kind.transform, may_drop=kind.may_drop).work
+        are_alike = len(group_kinds(self.sources)) == 1
+        if tuning.asked_processes:
+            self.resources.workers = WorkerPool(work, self.sources[0].options.decode, tuning.asked_processes)
+        elif are_alike and work.transform is None and raw == "bytes" and tuning.is_free:
+            count = count_image_processes(tuning.cores)
+            self.resources.images = ImageProcesses(work, count) if count else None
+
+    @property
+    def bad(self) -> BadSamples | None:
+        """The bad samples of this rank; None where the first one ends the run."""
+        source: OpenSource = self.sources[0]
+        return source.errors.bad
+
+    def make_replacer(self, apart: Sources, *, counts: bool = True) -> Replacer | None:
+        """What replaces bad samples, reading by ``apart``; None where they are not replaced."""
+        source: OpenSource = apart[0]
+        return source.errors.replacer(source.chunks, self.batch_options.work, counts=counts)
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a pass from the epoch's beginning, or from the state just loaded."""
+        self.resources.check_open()
+        if self.position.begin_pass():
+            self.resources.stop_pipeline()  # it is ahead in an epoch that begins anew
+        self.begun += 1
+
+    def note_call(self, text: str, upcoming: tuple[int, int] | None = None) -> None:
+        """Note a call that every rank must make alike; ``upcoming``: the position before it, if not that of now."""
+        if self.resources.calls is not None:
+            self.resources.calls.note(text, upcoming or self.position.upcoming, self.begun)
+
+    def _note_move(self) -> None:
+        if self.resources.calls is not None:
+            self.resources.calls.note_move()
+
+    def check_calls(self) -> None:
+        """Raise ConfigError where another rank has called what this one should have called by now."""
+        calls = self.resources.calls
+        if calls is not None and calls.lacks_one:
+            calls.check(self.position.upcoming, self.begun)
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, unless a state that was just loaded is inside it."""
+        self.resources.check_open()
+        self._note_move()
+        if self.position.set_epoch(epoch):
+            self.resources.stop_pipeline()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was saved. Raises StateMismatchError where that means nothing here."""
+        loaded = self.position.check_state(state)
+        self.resources.check_open()
+        self.resources.stop_pipeline()
+        self._note_move()
+        if self.resources.log is not None:
+            self.resources.log.record_load(loaded.epoch, loaded.consumed)
+        self.position.load(loaded, self._record_rest)
+
+    def skip(self, count: int) -> None:
+        """Go on some global batches further, without reading them."""
+        self.resources.check_open()
+        self.resources.stop_pipeline()
+        self.note_call(f"skip_batches({count})")
+        self._note_move()
+        log = self.resources.log
+        self.position.skip(count, (lambda *_: None) if log is None else log.record_skip, self._record_rest)
+
+    def change_share(self, share: Share, call: str) -> None:
+        """Cut global batches otherwise from the next one on, as all ranks do that make this ``call``."""
+        self.resources.check_open()
+        self.note_call(call)
+        self.resources.stop_pipeline()
+        self.position.change_share(share, self._record_rest)
+
+    def set_weights(self, weights: Mapping[str, float], at: int | None) -> None:
+        """Change the weights of a mixture's sources from the next batch, or from position ``at``, on."""
+        if not isinstance(self.position, MixturePosition):
+            raise ConfigError("set_weights on a loader of one data set; it is for a Mixture of several")
+        self.resources.check_open()
+        before = self.position.upcoming
+        self.position.set_weights(weights, at)
+        named = {name: float(weight) for name, weight in sorted(weights.items())}
+        self.note_call(f"set_weights({named}{'' if at is None else f', at={int(at)}'})", before)
+        self.resources.stop_pipeline()
+
+    def _record_rest(self, epoch: int, start: int, stop: int) -> None:
+        """Log what is left of an epoch and fills no batch now, which the batches before it do not tell."""
+        if self.resources.log is not None:
+            self.resources.log.record_drop(epoch, start, stop)
+
+    # -- pipelines ----------------------------------------------------------------------------------------------------
+
+    def running(self) -> Pipeline | None:
+        """The running pipeline, if there is one."""
+        self.resources.check_open()
+        pipeline = self.resources.pipeline
+        if pipeline is not None and pipeline.is_stopped:  # an interrupt came before it was forgotten
+            self.resources.stop_pipeline()
+            pipeline = None
+        return pipeline
+
+    def pipeline(self) -> Pipeline:
+        """The running pipeline, or a new one from the position on."""
+        pipeline = self.running()
+        if pipeline is None:
+            try:
+                pipeline = self._start_pipeline()
+            finally:
+                self.resources.close_if_closed()
+        return pipeline  # another thread may have closed the loader meanwhile
+
+    def _start_pipeline(self) -> Pipeline:
+        if self.share.world_size > 1:
+            self.resources.join_peers()
+        workers = self.resources.workers
+        if workers is not None:
+            workers.start()
+        # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
+        pipeline = self.resources.pipeline = self._make_pipeline()
+        pipeline.start()
+        return pipeline
+
+    def _make_pipeline(self) -> Pipeline:
+        return Pipeline(
+            source=self.sources.chunks,
+            batch_options=self.batch_options,
+            decoders=self.reading.kinds[0].decoders,
+            options=self.tune(),
+            counters=self.counters,
+            make_assembler=self._make_assembler,
+            start=self.start(self.position.epoch, self.position.consumed),
+            workers=self.resources.workers,
+            images=self.resources.images,
+            replacer=self._replacer,
+            bad=self.bad,
+            tuner=self._tuner,
+        )
+
+    def _make_assembler(self, equipment: Equipment, start: Start) -> Assembler:
+        return make_assembler(self.config, self.position, self.reading, equipment, start)
+
+    def start(self, epoch: int, consumed: int) -> Start:
+        """Where a pipeline begins for a position that is the upcoming one, or an epoch's beginning."""
+        cursors = self.position.cursors() if consumed else None
+        return Start(order=self.position.order, share=self.share, epoch=epoch, position=consumed, cursors=cursors)
+
+    def tune(self) -> PipelineOptions:
+        """How much a pipeline that starts now does at once."""
+        sources, tuning = self.sources, self.config.tuning
+        others = []
+        if sources.is_mixed:
+            others = [(one.manifest, own.order) for one, own in zip(sources, self.position.orders, strict=True)]
+        return tune(
+            sources.manifest,
+            self.position.order,
+            world_size=self.share.world_size,
+            memory_limit=tuning.memory_bytes,
+            threads=tuning.first_decode_threads,
+            is_local=sources.are_local,
+            device=self.config.cuda,
+            others=others,
+            fetch_threads=tuning.fetch_threads,
+            read_ahead=tuning.read_ahead_bytes,
+            response_s=None if sources.is_mixed else fastest_response_s(sources),
+        )
+
+    # -- what others ask, from any thread -----------------------------------------------------------------------------
+
+    def record_timeline(self, timeline: Timeline | None) -> None:
+        """Add the spans of all stages to ``timeline`` from now on; None ends that. Raises ConfigError if one is on."""
+        with _RECORDING:
+            if timeline is not None and self.counters.timeline is not None:
+                raise ConfigError("a trace of this loader is being recorded already; end that one first")
+            self.counters.timeline = timeline
+
+    def metrics(self) -> LoaderMetrics:
+        """The numbers of now; of a mixture also how far the run is in each source."""
+        metrics = self.counters.metrics(self.resources.levels(), self.resources.count_store())
+        if not isinstance(self.position, MixturePosition):
+            return metrics
+        _, _, here = self.position.cursor()
+        progress = {}
+        for number, (source, taken) in enumerate(zip(self.sources, here.taken, strict=True)):
+            length = None if source.packer is not None else source.manifest.config.get("seq_len")
+            packed = self.reading.counts[number].totals()
+            progress[source.name] = SourceProgress(
+                samples=taken,
+                epochs=self.position.count_epochs(number, taken),
+                tokens=None if length is None else taken * int(length),
+                packed_documents=packed.packed_documents,
+                packed_tokens=packed.packed_tokens,
+                padding_tokens=packed.padding_tokens,
+            )
+        return MixtureMetrics(**vars(metrics), run_samples=here.position, sources=progress)
