@@ -16,10 +16,8 @@ from ..order.permutation import IntArray
 from ..order.plan import lane_sizes
 from ..pipeline.delivery_queue import Delivery
 from ..positions.uncounted import UncountedPosition
+from ..ranks.ledger import EpochLedger, Ledgers, PlainLedger, order_key
 from ..sources.sources import OpenSource
-from ..streams.assembler import order_key
-from ..streams.ledger import EpochLedger, Ledgers
-from ..streams.plain_ledger import PlainLedger
 from .epochs import EpochPlace, Place
 from .position import MixturePosition
 from .resuming import refuse_other_stream, yields_alike

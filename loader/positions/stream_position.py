@@ -12,7 +12,7 @@ from ..order.cursors import Cursors
 from ..order.plan import Share, lane_offsets, lane_sizes, lane_turns
 from ..order.state import PACKING, LoaderState
 from ..pipeline.delivery_queue import Delivery
-from ..streams.assembler import order_key
+from ..ranks.ledger import order_key
 from .position import Position, Tell, tell_nobody
 from .uncounted import UncountedPosition
 

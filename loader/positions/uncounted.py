@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ..errors import ConfigError
 from ..pipeline.delivery_queue import Delivery
-from ..streams.ledger import Ledgers
+from ..ranks.ledger import Ledgers
 from .position import RunPosition, Tell, tell_nobody
 
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..assembly.span_assembler import SpanAssembler
 from ..config.loader_config import LoaderConfig
 from ..config.mixture import Mixture
 from ..metrics import Counters
 from ..mixtures.position import MixturePosition
-from ..mixtures.stream_assembler import MixedStreamAssembler
 from ..mixtures.stream_position import MixedStreamPosition
 from ..pipeline.assembler import Assembler, Equipment, Start
 from ..positions.position import Position, RunPosition
 from ..positions.stream_position import StreamPosition
+from ..ranks.channel import MemoryChannel, number_loader, open_channel
+from ..ranks.ledger import Ledgers
 from ..sources.kinds import Kind
 from ..sources.quarantine import Quarantine
 from ..sources.sources import Sources
-from ..streams.assembler import StreamAssembler
-from ..streams.channel import MemoryChannel, number_loader, open_channel
-from ..streams.ledger import Ledgers
-from ..streams.make_work import make_work
+from ..streams.assembler import assemble_mixture, assemble_one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,24 +116,19 @@ def make_assembler(
             quarantine=quarantine,
         )
     assert reading.ledgers is not None
+    of_all: dict[str, Any] = {
+        "sources": sources,
+        "kinds": kinds,
+        "quarantine": quarantine,
+        "is_logged": reading.is_logged,
+    }
     if isinstance(position, MixedStreamPosition):
-        return MixedStreamAssembler(
+        return assemble_mixture(
             equipment,
-            start,
-            sources=sources,
-            kinds=kinds,
-            quarantine=quarantine,
-            place=partial(position.place_at, start.epoch, start.position),
+            start.share,
+            place=position.place_at(start.epoch, start.position),
             open_ledger=partial(position.open_ledger, ledgers=reading.ledgers),
-            is_logged=reading.is_logged,
             counts=reading.counts,
+            **of_all,
         )
-    return StreamAssembler(
-        equipment,
-        start,
-        last_batch=config.last_batch,
-        selection=sources[0].selection,
-        make_work=partial(make_work, sources[0], quarantine=quarantine),
-        is_logged=reading.is_logged,
-        ledgers=reading.ledgers,
-    )
+    return assemble_one(equipment, start, ledgers=reading.ledgers, last_batch=config.last_batch, **of_all)
