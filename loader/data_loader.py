@@ -2,69 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Generic, Literal, cast
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, cast
 
 import torch
 
-from .config.checks import (
-    LastBatch,
-    SampleWeights,
-    check_at_least,
-    check_last_batch,
-    check_order,
-    check_selection,
-    check_shuffle,
-    make_share,
-    parse_cache_limit,
-)
-from .config.costs import CostArguments
-from .config.device import open_image_codec
-from .config.errors import ErrorArguments, OnError
+from ..storage.files import check_output
+from ..storage.telling.timeline import Timeline, write_chrome_trace
+from .config.checks import LastBatch, SampleWeights, check_at_least
+from .config.errors import OnError
 from .config.foreign import refuse_foreign
-from .config.groups import GroupArguments
 from .config.keep import KeepChoice
+from .config.loader_config import LoaderConfig
 from .config.mixture import Mixture
-from .config.reshaping import Reshaping
-from .config.tuning import read_tuning
-from .control import Control
 from .dataset.manifest import Manifest
 from .dataset.splits import Split
-from .decoding.batch_options import BatchOptions, BatchT
-from .decoding.decode import DecodeChoice, FieldDecoders, RawValues
+from .decoding.batch_options import BatchT
+from .decoding.decode import DecodeChoice, RawValues
 from .decoding.row_work import Sample
+from .errors import ConfigError
 from .formats.shard import ShardFormat
-from .metrics import Counters
-from .mixtures.parts import refuse_whole
-from .observed import Observed
+from .metrics import Counters, LoaderMetrics
 from .order.auto import Choice
 from .order.costs.buckets import Bucket
 from .order.costs.budget import TokenBudget
 from .order.costs.costs import Cost
+from .order.plan import Order
 from .order.selecting.subset import Subset
 from .packing.config import Packing
-from .parts import Common, open_one, open_several
-from .pipeline.delivery_log import DeliveryLog
-from .pipeline.device import resolve_cuda
-from .ranks.calls import Calls
-from .ranks.detect import check_rank
 from .ranks.naming import Attempt
 from .ranks.peers import tell_of_failure
 from .ranks.sequence_cut import SequenceCut
 from .ranks.stages import FieldsByStage
 from .reading.bad.file import Paths, Quarantined
 from .reading.bad.quarantine import BadChunk
-from .run.resources import Owner
-from .run.standing import Standing
+from .run.assembly import make_position
+from .run.batch_iterator import BatchIterator
+from .run.no_items import NoItems
+from .run.peek import peek
+from .run.resources import Resources
+from .run.run import Run
+from .sources.opening import open_sources
+from .views.dataset import open_view
 from .views.samples import DatasetView
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT]):
+class DistributedDataLoader(Generic[BatchT]):
     """Batches of a sharded data set, streamed from where it lies, balanced over the ranks, resumable anywhere.
 
     One pass of ``for batch in loader`` is one epoch, from its beginning; the pass after an epoch that ended is the next
@@ -198,162 +188,306 @@ class DistributedDataLoader(Observed, Standing, Control, Owner, Generic[BatchT])
         quarantine: str | PathLike[str] | None = None,
         avoid: Paths | None = None,
     ) -> None:
-        super().__init__()
-        if isinstance(source, Mixture):
-            refuse_whole(
-                split=split,
-                subset=subset,
-                weights=weights,
-                cost=cost,
-                bucket=bucket,
-                batch_tokens=batch_tokens,
-                fields_by_stage=fields_by_stage,
-                on_error=None if on_error == "stop" else on_error,
-            )
-        check_shuffle(shuffle)
-        check_order(lanes=lanes, window=window, piece=piece)
-        check_selection(shuffle=shuffle, is_weighted=weights is not None, is_audited=audit_dir is not None)
-        check_last_batch(last_batch)
-        sizes = batch_size, global_batch_size
-        told = CostArguments.read(cost, bucket, batch_tokens, last_batch=last_batch, batch_sizes=sizes)
-        sizes = sizes if told.budget is None else (1, None)
-        share = make_share(rank, world_size, *sizes, pad=last_batch == "pad", mesh=mesh, data_dims=data_dims)
-        batch_options = BatchOptions(
-            transform=transform,
-            collate=collate,
-            with_ids=with_ids,
-            pad=last_batch == "pad",
-            seed=seed,
-            may_drop=may_drop,
-            goes_on=on_error != "stop",
-        )
-        if isinstance(source, Mixture):
-            reshaping, drops = None, source.drops(keep=keep, may_drop=may_drop, packing=packing, transform=transform)
-            packs = source.packs(packing)
-        else:
-            reshaping = Reshaping.of(keep, may_drop, transform, packing, told, on_error)
-            drops, packs = reshaping is not None, packing is not None
-        errors = ErrorArguments.read(
-            on_error,
-            max_errors,
-            max_bad_chunks,
-            quarantine,
-            avoid,
-            drops=drops,
-            packs=packs,
-            by_stage=fields_by_stage is not None,
-            has_budget=told.budget is not None,
-            audit_dir=audit_dir,
-        )
-        asked_processes = 0 if processes == "auto" else processes
-        check_at_least("processes", asked_processes, 0)
-        FieldDecoders(decode, raw, asked_processes)
-        group = GroupArguments.read(
-            fields_by_stage,
-            sequence_cut,
-            mesh,
-            data_dims,
-            max_bad_chunks=errors.max_bad_chunks or 0,
-            may_drop=may_drop,
-            keeps_by_all=reshaping is not None and reshaping.asks_about_all,
-            packs=packs,
-            has_collate=collate is not None,
-        )
-        on_device = None if device is None or str(device) == "cpu" else resolve_cuda(device)
-        needs_host = {
-            "transform=": transform,
-            "collate=": collate,
-            "processes=": asked_processes or None,
-            "keep=, may_drop=, packing= or on_error='skip'": reshaping,
-            "a Mixture": source if isinstance(source, Mixture) else None,
-        }
-        codec = open_image_codec(decode, on_device, needs_host)
-        choice = read_tuning(threads, fetch_threads, read_ahead, autotune, memory_limit, processes)
-        self._counters = Counters()
-        common = Common(
-            share=share,
-            group=group,
-            resources=self._resources,
-            counters=self._counters,
-            batch_options=batch_options,
-            last_batch=last_batch,
-            decode=decode,
-            raw=raw,
-            errors=errors,
-            tuning_choice=choice,
-            device=on_device,
-            codec=codec,
-            memory_bytes=choice.memory_bytes,
-            columns=columns,
-            format=format,
-            storage_options=storage_options,
-            cache_dir=cache_dir,
-            cache_bytes=parse_cache_limit(cache_dir, cache_limit),
-            ordering={"seed": seed, "shuffle": shuffle, "lanes": lanes, "window": window, "piece": piece},
-            is_logged=audit_dir is not None,
-            keep=keep,
-            packing=packing,
-        )
-        if isinstance(source, Mixture):
-            self._parts = open_several(source, common)
-        else:
-            self._parts = open_one(source, common, told, reshaping, split=split, subset=subset, weights=weights)
-        self._manifest = self._parts.manifest
-        self._position = self._parts.position
-        self._passes = self._parts.passes(
-            common,
-            partial(check_rank, share.rank, share.world_size, is_given=rank is not None or mesh is not None),
-        )
-        if self._attempt is not None and share.world_size > 1:
-            processes = share.world_size if mesh is None else mesh.size()
-            selection = {} if self._parts.selection is None else self._parts.selection.to_dict()
-            name = self._attempt.name(self._manifest.fingerprint, selection, shuffle=shuffle, processes=processes)
-            self._resources.names = name, *self._attempt.names
-            self._resources.calls = Calls(name, processes)
-        if audit_dir is not None:
-            self._resources.log = DeliveryLog(
-                audit_dir,
-                manifest=self._manifest,
-                rank=share.rank,
-                world_size=share.world_size,
-                selection=self._parts.selection,
-                may_drop=drops,
-                is_packed=packs,
-                bad=self._parts.bad,
-                sources=() if self._parts.mixture is None else self._parts.mixture.sources.describe(),
-            )
-        if share.world_size > 1:
-            self._resources.join_peers()
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._resources = Resources()
+        self._finalizer = weakref.finalize(self, self._resources.abandon)
+        config = LoaderConfig(**given)
+        counters = Counters()
+        sources = self._resources.store = open_sources(config, counters)
+        self._run = Run(config, sources, make_position(config, sources), self._resources, counters)
+        self._view: DatasetView | None = None
+        self._run.join(self._attempt)
 
     def __iter__(self) -> Iterator[BatchT]:
         """A pass: the batches of an epoch from its beginning, or from a state that was just loaded."""
-        return self._passes.begin(self)
+        self._run.begin()
+        return BatchIterator(self._run, self)
 
-    @property
-    def bad_chunks(self) -> list[BadChunk]:
-        """The chunks that could not be read and were replaced, at most ``max_bad_chunks``."""
-        return self._parts.quarantine.records
-
-    @property
-    def bad_samples(self) -> list[Quarantined]:
-        """The latest 1,000 samples and chunks that ``on_error`` was asked about on this rank, each once."""
-        return [] if self._parts.bad is None else self._parts.bad.records
+    def peek(self) -> BatchT:
+        """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
+        return cast(BatchT, peek(self._run))
 
     @property
     def dataset(self) -> DatasetView:
         """The samples by id, beside all passes: ``len``, ``dataset[i]``, ``find``; a table in notebooks. With a
-        ``subset`` those that are in it, whose sample ids are ``dataset.ids``.
+        ``subset`` those that are in it, whose sample ids are ``dataset.ids``. Of a mixture, those of all sources, and
+        of each by its name: ``dataset.sources["web"]``.
         """
-        look = self._parts.look
-        return DatasetView(look.samples, look.ids, owner=self)
+        if self._view is None:
+            self._view = open_view(self._run)
+        return self._view.owned_by(self)
 
-    def peek(self) -> BatchT:
-        """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
-        return cast(BatchT, self._parts.peek(self._passes))
+    def __len__(self) -> int:
+        """Batches of a whole epoch, the same on every rank; with ``batch_tokens``, of the epoch of ``epoch``.
+
+        Raises:
+            TypeError: samples may be dropped, so that only reading tells; or the epoch never ends, as that of a mixture
+                with stop="never". As of torch's iterable data sets.
+        """
+        return self._run.position.steps_per_epoch
+
+    def __bool__(self) -> bool:
+        """True: ``if loader:`` asks whether there is one, and not for a number of batches, which may not be known."""
+        return True
+
+    if not TYPE_CHECKING:  # for type checkers, indexing a loader is the error that it is
+        __getitem__ = NoItems(
+            "a DistributedDataLoader is no data set that something else makes batches of: it shuffles, reads and "
+            "batches itself; loop over it, `for batch in loader`, in place of torch's DataLoader. What takes nothing "
+            "but a DataLoader takes TorchLoader(loader) of penstock.loader.integrations; in Hugging Face's Trainer, "
+            "return that from get_train_dataloader, and leave train_dataset= away. Parts of the data are subset=, "
+            "single samples loader.dataset[i]"
+        )
+
+        def __array__(self, *_: object, **__: object) -> NoReturn:
+            # Without this numpy would read the whole epoch, and keep all batches as objects of one array.
+            raise TypeError(
+                "a DistributedDataLoader is no array: numpy would read its whole epoch and keep every batch; loop over "
+                "it, `for batch in loader`, and make arrays of a batch's fields; all batches of a small epoch at once "
+                "are list(loader)"
+            )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # Frameworks copy what holds a loader, such as a module or its arguments; Python's error would name a lock.
+        raise TypeError(
+            "a DistributedDataLoader has threads and one position, so it is neither copied nor pickled: make it in the "
+            "process that needs it, as in train_dataloader(), and keep it out of what is copied, as the attributes "
+            "of a module are; state_dict() is its position, for another loader"
+        )
 
     def __repr__(self) -> str:
-        share = self._passes.share
+        share, manifest = self._run.share, self.manifest
         return (
-            f"DistributedDataLoader({self._manifest.url!r}, {self._manifest.num_samples} samples, "
+            f"DistributedDataLoader({manifest.url!r}, {manifest.num_samples} samples, "
             f"global_batch_size={share.global_batch_size}, rank={share.rank}, world_size={share.world_size})"
         )
+
+    # -- closing ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop all threads and processes, and close the store, at any time; the loader cannot be used again."""
+        self._resources.close()  # waits where another thread is closing it
+        self._finalizer.detach()  # now only: if an interrupt came before this, it does the rest
+
+    def close_too(self, owned: Any) -> None:
+        """Call ``owned.close()`` when the loader is closed, however that comes about. Raises LoaderClosedError."""
+        self._resources.check_open()
+        self._resources.others.append(owned)
+        self._resources.close_if_closed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- where it stands ----------------------------------------------------------------------------------------------
+
+    @property
+    def steps_left(self) -> int:
+        """Batches from the current position to the epoch's end: fewer than ``len`` after a resume in mid-epoch.
+
+        Raises:
+            TypeError: as of ``len``.
+        """
+        return self._run.position.steps_left
+
+    @property
+    def drops_samples(self) -> bool:
+        """Whether ``keep=`` or ``transform=`` may drop samples, so that epochs have no known number of batches."""
+        return self._run.position.drops_samples
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch handed out; after a pass has ended, the next pass's."""
+        return self._run.position.epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a full batch of this rank; with ``cost`` or ``batch_tokens``, about so many."""
+        return self._run.share.batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a full batch of all ranks together; with ``batch_tokens``, about so many."""
+        return self._run.share.global_batch_size
+
+    @property
+    def is_batched_by_tokens(self) -> bool:
+        """Whether ``batch_tokens`` decides how many samples a batch has, so that each epoch has its own ``len``."""
+        return self._run.share.budget is not None
+
+    @property
+    def rank(self) -> int:
+        return self._run.share.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._run.share.world_size
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._run.sources.manifest
+
+    @property
+    def order(self) -> Order:
+        return self._run.position.order
+
+    # -- what moves it, and changes its batches: each alike on all ranks, in the training loop's thread ---------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""
+        check_at_least("epoch", epoch, 0)
+        self._run.set_epoch(epoch)
+
+    def set_shares(self, weights: Sequence[float] | None) -> None:
+        """From the next batch on, cut global batches in proportion to ``weights``, one positive number per rank.
+
+        None makes the shares equal again. Every rank must call this with the same weights after the same batch. Global
+        batches keep their samples. What was read ahead is dropped.
+
+        Raises:
+            PartitionError: the weights are not one positive number per rank.
+            ConfigError: ``batch_tokens`` bounds each rank's rows.
+        """
+        budget = self._run.share.budget
+        if weights is not None and budget is not None and budget.padded:
+            raise ConfigError(
+                "set_shares with batch_tokens= of padded tokens: a rank would have more rows than its budget holds; "
+                "give the loader TokenBudget(padded=False), or batch_size="
+            )
+        if isinstance(weights, Iterable) and not isinstance(weights, str | bytes):
+            weights = tuple(weights)
+        shown = None if weights is None else [float(weight) for weight in weights]
+        self._run.change_share(replace(self._run.share, weights=weights), f"set_shares({shown})")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch of the newest pass: a small dict for JSON, the same on every rank."""
+        return self._run.position.to_state().to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was called, with any world size, batch size and number of threads.
+
+        The next pass begins there; a running one goes on from there, or ends if the state is in another epoch.
+
+        Raises:
+            StateMismatchError: the state belongs to another data set, seed or order; names what differs.
+        """
+        self._run.load(state)
+
+    def skip_batches(self, count: int) -> None:
+        """Go on ``count`` global batches further, without reading them; past an epoch's end in the next epoch.
+
+        As after ``load_state_dict``, the next pass begins there; a running one goes on from there, or ends if that is
+        in another epoch, whose end is then not told by a pass. Every rank must skip as many after the same batch. An
+        audit counts their samples as skipped.
+
+        Raises:
+            ConfigError: the count is negative or no integer.
+        """
+        check_at_least("count", count, 0)
+        self._run.skip(count)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """From the next batch on, each rank's batches have ``batch_size`` samples: a warm-up of the batch size, say.
+
+        Every rank must call this with the same number after the same batch. What was read ahead is dropped; positions,
+        and with them states, stay what they are. An epoch that has no batch left is over. States hold no batch size:
+        after a resume, set it again. An audit counts with it from here on.
+
+        Raises:
+            ConfigError: it is no whole number of at least 1, or batches are cut by ``batch_tokens``.
+            PartitionError: an epoch would have no batch.
+        """
+        check_at_least("batch_size", batch_size, 1)
+        share = self._run.share
+        if share.budget is not None:
+            raise ConfigError("set_batch_size: batch_tokens= decides how many samples a batch has; leave it out")
+        self._resources.check_open()
+        share = replace(share, global_batch_size=batch_size * share.world_size)
+        self._run.position.check_share(share)
+        self._run.change_share(share, f"set_batch_size({batch_size})")
+        if self._resources.log is not None:
+            self._resources.log.record_batch_size(*self._run.position.upcoming, share.global_batch_size)
+
+    def set_weights(self, weights: Mapping[str, float], *, at: int | None = None) -> None:
+        """Change the weights of a mixture's sources, by name, from the next batch on; each goes on where it was.
+
+        Sources that are not named keep theirs; what its schedule said of later positions is dropped. With ``at``, the
+        weights change at the first batch from that position on, counted in samples of all ranks since the run began
+        (``metrics().run_samples``). Every rank must call this with the same weights after the same batch; states hold
+        the change.
+
+        Raises:
+            ConfigError: this is no mixture, a name or a weight is not possible, or the position has passed.
+        """
+        self._run.set_weights(weights, at)
+
+    # -- what others ask while it runs, from any thread; all of it is cheap -------------------------------------------
+
+    def metrics(self) -> LoaderMetrics:
+        """What was done so far, where the time went, how full the queues are, and which stage limits the throughput.
+
+        Also after ``close``. ``new.since(old)`` tells of the time between two of them. Of a mixture,
+        ``MixtureMetrics``: also how far the run is in each source.
+        """
+        return self._run.metrics()
+
+    @property
+    def bad_chunks(self) -> list[BadChunk]:
+        """The chunks that could not be read and were replaced, at most ``max_bad_chunks``."""
+        return self._run.reading.quarantine.records
+
+    @property
+    def bad_samples(self) -> list[Quarantined]:
+        """The latest 1,000 samples and chunks that ``on_error`` was asked about on this rank, each once."""
+        return [] if self._run.bad is None else self._run.bad.records
+
+    def activity(self) -> dict[str, Any]:
+        """What the next batch is waiting for, for people to read; empty if a batch is ready or none was asked for.
+
+        For example ``{"waiting_for": "chunk at byte 0 of train-3.tar", "since_s": 4.2}``. Cheap, and safe to call from
+        any thread while another one iterates: a watchdog asks it why training has stopped.
+        """
+        return self._resources.activity()
+
+    @contextmanager
+    def trace(self, path: str | PathLike[str]) -> Iterator[None]:
+        """Record what each of the loader's threads does inside the block, and write it to ``path`` as a Chrome trace.
+
+        Open the file in https://ui.perfetto.dev. Record some seconds: after 200,000 spans no more are kept. A block
+        that raises leaves a trace, too.
+
+        Raises:
+            ConfigError: the file cannot be written, or a trace is being recorded already.
+        """
+        timeline = Timeline()
+        try:  # what cannot be written is told before the work, not after it
+            check_output(path)
+        except OSError as exc:
+            raise _unwritable(path, exc) from exc
+        self.record_timeline(timeline)
+        try:
+            yield
+        except BaseException:
+            self.record_timeline(None)
+            with suppress(OSError):
+                write_chrome_trace(path, timeline.events(f"penstock rank {self.rank}"))
+            raise
+        self.record_timeline(None)
+        try:
+            write_chrome_trace(path, timeline.events(f"penstock rank {self.rank}"))
+        except OSError as exc:
+            raise _unwritable(path, exc) from exc
+
+    def record_timeline(self, timeline: Timeline | None) -> None:
+        """Add the spans of all stages to ``timeline`` from now on; None ends that.
+
+        Raises:
+            ConfigError: another timeline is being recorded.
+        """
+        self._run.record_timeline(timeline)
+
+
+def _unwritable(path: str | PathLike[str], error: OSError) -> ConfigError:
+    return ConfigError(f"trace({fspath(path)!r}) cannot be written ({error.strerror or error}); give a file that can")

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..dataset.manifest import Manifest
-from ..decoding.batch_options import BatchOptions
 from ..errors import ConfigError
 from ..ranks.sequence_cut import PlacedCut, SequenceCut
 from ..ranks.stages import FieldsByStage, StageFields
-from .checks import fields_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,19 +59,25 @@ class GroupArguments:
         )
         return GroupArguments(stages=stages, cut=PlacedCut.read(sequence_cut, mesh, data_dims))
 
-    def open(
-        self, manifest: Manifest, columns: list[str] | None, options: BatchOptions
-    ) -> tuple[list[str] | None, BatchOptions]:
-        """The columns that this process reads, perhaps none, None for all; and the options of its batches.
+    def choose_columns(self, manifest: Manifest, names: list[str] | None) -> list[str] | None:
+        """The columns of ``names`` that this process reads, perhaps none; None for all.
 
         Raises:
-            ConfigError: a field is not in the data set, or not read, where no function of the user's makes fields.
+            ConfigError: a field that stages read is not in the data set.
         """
-        read = columns if self.stages is None else self.stages.choose(manifest.fields, columns)
+        return names if self.stages is None else self.stages.choose(manifest.fields, names)
+
+    def cut_batches(self, fields: Sequence[str], read: Sequence[str] | None, *, are_made: bool) -> PlacedCut | None:
+        """Its part of sequences, of batches of samples with ``fields``, of which ``read`` are read here, None for all.
+
+        ``are_made``: a function of the user's makes the fields of batches.
+
+        Raises:
+            ConfigError: a field that is cut is not among them.
+        """
         if self.cut is None:
-            return read, options
-        known = fields_of(manifest) if columns is None else columns
-        if options.transform is None and options.collate is None:
-            self.cut.check_fields(known)
-        absent = frozenset() if read is None else frozenset(known).difference(read)
-        return read, replace(options, finish=replace(self.cut, absent=absent))
+            return None
+        if not are_made:
+            self.cut.check_fields(fields)
+        absent = frozenset() if read is None else frozenset(fields).difference(read)
+        return replace(self.cut, absent=absent | self.cut.absent)

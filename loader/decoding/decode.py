@@ -307,6 +307,23 @@ def has_rng_parameter(function: Callable[..., Any]) -> bool:
         return False
 
 
+def check_decode(choice: DecodeChoice, raw: RawValues, processes: int = 0) -> None:
+    """Refuse what ``FieldDecoders`` cannot be made of, and worker ``processes`` to which views would be sent.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    if raw not in get_args(RawValues):
+        raise ConfigError(unknown_choice("raw", raw, get_args(RawValues)))
+    if raw == "view" and processes:
+        raise ConfigError(
+            f"raw='view' with processes={processes}: views of this process's memory cannot be sent to others; use "
+            "threads (processes=0), or raw='bytes'"
+        )
+    if choice is not None and choice != "auto":
+        _require_mapping(choice)
+
+
 class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
@@ -317,22 +334,11 @@ class FieldDecoders:
     With ``raw`` "view", what is not decoded is handed out as views of chunks, and users' functions are given views.
 
     Raises:
-        ConfigError: ``choice`` is none of what ``field_decoder`` takes, ``raw`` is neither "bytes" nor "view", or there
-            are worker ``processes``, to which no view can be sent.
+        ConfigError: ``choice`` is none of what ``field_decoder`` takes, or ``raw`` is neither "bytes" nor "view".
     """
 
-    def __init__(
-        self, choice: DecodeChoice, raw: RawValues = "bytes", processes: int = 0, codec: DeviceCodec | None = None
-    ) -> None:
-        if raw not in get_args(RawValues):
-            raise ConfigError(unknown_choice("raw", raw, get_args(RawValues)))
-        if raw == "view" and processes:
-            raise ConfigError(
-                f"raw='view' with processes={processes}: views of this process's memory cannot be sent to others; use "
-                "threads (processes=0), or raw='bytes'"
-            )
-        if choice is not None and choice != "auto":
-            _require_mapping(choice)
+    def __init__(self, choice: DecodeChoice, raw: RawValues = "bytes", codec: DeviceCodec | None = None) -> None:
+        check_decode(choice, raw)
         self.choice = choice
         self.raw = raw
         self.codec = codec

@@ -22,7 +22,7 @@ from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_a
 from ..pipeline.delivery_queue import Delivery
 from ..sources.fields import check_fields
 from ..sources.kinds import Kind
-from ..sources.quarantine import MixedQuarantine, QuarantineOfSource
+from ..sources.quarantine import Quarantine
 from ..sources.sources import Sources
 from ..streams.assembler import choose_feeding
 from ..streams.epoch_supply import EpochSupply
@@ -56,7 +56,7 @@ class MixedStreamAssembler:
         *,
         sources: Sources,
         kinds: Sequence[Kind],
-        quarantine: MixedQuarantine,
+        quarantine: Quarantine,
         place: Callable[[], StreamPlace],
         open_ledger: OpenLedger,
         is_logged: bool,
@@ -88,9 +88,9 @@ class MixedStreamAssembler:
         streaming = next(k for k, source in enumerate(sources) if source.reshaping is not None)
         open_ledger(streaming, self._place.laps[streaming].epoch)  # refuses ranks without a channel
 
-    def _make_work(self, number: int, quarantine: MixedQuarantine) -> WindowWork:
+    def _make_work(self, number: int, quarantine: Quarantine) -> WindowWork:
         source = self._sources[number]
-        own = QuarantineOfSource(quarantine, self._sources.first_chunks[number], self._sources.first_ids[number])
+        own = quarantine.of_source(number)
         return make_work(source, self._seen[number], own)
 
     # -- the run --------------------------------------------------------------------------------------------------

@@ -1,130 +1,140 @@
-"""What delivers a loader's batches: the plain assembler, or one of lanes that yield what is kept of their samples."""
+"""Where a loader stands and what assembles its batches, as its sources are: counted by arithmetic, or by reading."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ..assembly.span_assembler import SpanAssembler
-from ..decoding.decode import FieldDecoders
-from ..errors import ConfigError
+from ..config.loader_config import LoaderConfig
+from ..config.mixture import Mixture
 from ..metrics import Counters
-from ..mixtures.parts import MixtureParts
+from ..mixtures.position import MixturePosition
+from ..mixtures.stream_assembler import MixedStreamAssembler
 from ..mixtures.stream_position import MixedStreamPosition
-from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
-from ..pipeline.pipeline import Pipeline
-from ..positions.position import Position
+from ..positions.position import Position, RunPosition
 from ..positions.stream_position import StreamPosition
-from ..reading.bad.quarantine import Quarantine
 from ..sources.kinds import Kind
+from ..sources.quarantine import Quarantine
 from ..sources.sources import Sources
 from ..streams.assembler import StreamAssembler
 from ..streams.channel import MemoryChannel, number_loader, open_channel
 from ..streams.ledger import Ledgers
 from ..streams.make_work import make_work
-from .run import Passes
-
-MakeAssembler = Callable[[Equipment, Start], Assembler]
 
 
-def make_position(sources: Sources, *, share: Share, **options: Any) -> Position:
-    """Where a loader of one data set begins; ``options`` are those of ``Position``."""
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What batches are made with: the sources, the decoders of each kind, and what replaces bad chunks.
+
+    ``counts`` are of what is packed, by source. ``ledgers`` are what ranks tell each other of streams; None where there
+    are none. ``is_logged``: an audit asks which samples were dropped.
+    """
+
+    sources: Sources
+    kinds: Sequence[Kind]
+    quarantine: Quarantine
+    counts: Sequence[Counters]
+    ledgers: Ledgers | None
+    is_logged: bool
+
+    def apart(self) -> Reading:
+        """The same for whoever only looks: nothing is shared with a running pipeline, or told to other ranks."""
+        sources = self.sources.apart()
+        return Reading(
+            sources=sources,
+            kinds=[kind.copy() for kind in self.kinds],
+            quarantine=self.quarantine.apart(sources),
+            counts=[Counters() for _ in self.counts],
+            ledgers=None if self.ledgers is None else Ledgers(MemoryChannel, rank=0, world_size=1),
+            is_logged=False,
+        )
+
+
+def make_position(config: LoaderConfig, sources: Sources) -> RunPosition:
+    """The beginning of a run over ``sources``, with the indexes of costs that its order and shares need.
+
+    Raises:
+        ConfigError, PartitionError, DatasetError: no order is as asked for, or an index is not there.
+    """
+    order = {name: getattr(config, name) for name in ("seed", "shuffle", "lanes", "window", "piece")}
+    if isinstance(config.source, Mixture):
+        if not sources.are_streams:
+            return MixturePosition(config.source, sources, share=config.share, **order)
+        of = [
+            (source.manifest.fingerprint, None if s is None else s.to_dict())
+            for source in sources
+            for s in [source.selection]
+        ]
+        ledgers = _open_ledgers(f"mixture {of}", config)
+        return MixedStreamPosition(config.source, sources, ledgers=ledgers, share=config.share, **order)
     [source] = sources
     manifest, selection, reshaping = source.manifest, source.selection, source.reshaping
-    options["selection"] = selection
+    share, bucket_costs = config.costs.open(
+        manifest, config.share, storage_options=config.storage_options, cache_dir=config.cache_dir
+    )
+    options = {
+        **order,
+        "share": share,
+        "last_batch": config.last_batch,
+        "selection": selection,
+        "bucket": config.costs.bucket,
+        "bucket_costs": bucket_costs,
+    }
     if reshaping is None:
-        return Position(manifest, share=share, **options)
-    identity = f"{manifest.fingerprint}/{selection and selection.to_dict()}"
-    channel = partial(open_channel, number_loader(identity, share.world_size), share.world_size)
-    ledgers = Ledgers(channel, rank=share.rank, world_size=share.world_size)
+        return Position(manifest, **options)
     packing = reshaping.packing_for(manifest)
-    packed = None if packing is None else (packing[0].fingerprint, packing[1])
-    only_skips = reshaping.only_skips
-    return StreamPosition(manifest, ledgers=ledgers, packing=packed, only_skips=only_skips, share=share, **options)
+    return StreamPosition(
+        manifest,
+        ledgers=_open_ledgers(f"{manifest.fingerprint}/{selection and selection.to_dict()}", config),
+        packing=None if packing is None else (packing[0].fingerprint, packing[1]),
+        only_skips=reshaping.only_skips,
+        **options,
+    )
+
+
+def _open_ledgers(identity: str, config: LoaderConfig) -> Ledgers:
+    rank, world_size = config.share.rank, config.share.world_size
+    channel = partial(open_channel, number_loader(identity, world_size), world_size)
+    return Ledgers(channel, rank=rank, world_size=world_size)
 
 
 def make_assembler(
-    sources: Sources,
-    kinds: Sequence[Kind],
-    position: Position,
-    *,
-    last_batch: str,
-    quarantine: Quarantine,
-    is_logged: bool,
-) -> MakeAssembler:
-    """How pipelines of a loader of one data set, of one kind, get their assembler."""
-    [source] = sources
-    if source.reshaping is None:
-        return partial(
-            SpanAssembler,
+    config: LoaderConfig, position: RunPosition, reading: Reading, equipment: Equipment, start: Start
+) -> Assembler:
+    """What assembles batches from ``start`` on, with the threads and buffers of a pipeline."""
+    sources, kinds, quarantine = reading.sources, reading.kinds, reading.quarantine
+    if not sources.are_streams:
+        return SpanAssembler(
+            equipment,
+            start,
             position=position,
             sources=sources,
             kinds=kinds,
-            last_batch=last_batch,
+            last_batch=config.last_batch,
             quarantine=quarantine,
         )
-    assert isinstance(position, StreamPosition)
-    return partial(
-        StreamAssembler,
-        last_batch=last_batch,
-        selection=source.selection,
-        make_work=partial(make_work, source, quarantine=quarantine),
-        is_logged=is_logged,
-        ledgers=position.ledgers,
-    )
-
-
-def peek_alone(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Passes) -> Any:
-    """The first batch of a pass that would begin now, by a pipeline of its own beside the running one.
-
-    Raises:
-        ConfigError: there are several ranks, which would have to look at the same time.
-    """
-    return _peek(make_pipeline, decoders, passes, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1))
-
-
-def peek_mixed(make_pipeline: partial[Pipeline], parts: MixtureParts, passes: Passes) -> Any:
-    """As ``peek_alone``, of a mixture of which sources drop or pack samples."""
-    position = parts.position
-    assert isinstance(position, MixedStreamPosition)
-    return _peek(
-        make_pipeline,
-        parts.kinds[0].decoders,
-        passes,
-        kinds=[replace(kind, decoders=kind.decoders.copy()) for kind in parts.kinds],
-        place=lambda: position.place_at(*position.pass_start),
-        open_ledger=partial(position.open_ledger, ledgers=Ledgers(MemoryChannel, rank=0, world_size=1)),
-        counts=[Counters() for _ in parts.counts],
-    )
-
-
-def _peek(make_pipeline: partial[Pipeline], decoders: FieldDecoders, passes: Passes, **alone: Any) -> Any:
-    passes.resources.check_open()
-    passes.check_rank()
-    if passes.share.world_size > 1:
-        raise ConfigError(
-            f"peek() of a loader that drops or packs samples, with world_size={passes.share.world_size}: what is "
-            "left is known to all ranks together; look with a loader of rank=0, world_size=1"
+    assert reading.ledgers is not None
+    if isinstance(position, MixedStreamPosition):
+        return MixedStreamAssembler(
+            equipment,
+            start,
+            sources=sources,
+            kinds=kinds,
+            quarantine=quarantine,
+            place=partial(position.place_at, start.epoch, start.position),
+            open_ledger=partial(position.open_ledger, ledgers=reading.ledgers),
+            is_logged=reading.is_logged,
+            counts=reading.counts,
         )
-    make = make_pipeline.keywords["make_assembler"]
-    pipeline = make_pipeline(
-        options=passes.tune(passes.position.order),
-        start=passes.start(*passes.position.pass_start),
-        make_assembler=partial(make, is_logged=False, **alone),
-        decoders=decoders.copy(),
-        counters=Counters(),
-        workers=None,
-        images=None,
-        bad=None,
-        tuner=None,
+    return StreamAssembler(
+        equipment,
+        start,
+        last_batch=config.last_batch,
+        selection=sources[0].selection,
+        make_work=partial(make_work, sources[0], quarantine=quarantine),
+        is_logged=reading.is_logged,
+        ledgers=reading.ledgers,
     )
-    try:
-        pipeline.start()
-        while (item := pipeline.get()).is_end:
-            pass
-        return item.batch
-    finally:
-        pipeline.close()

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from ...storage.telling.counts import StoreCounts, count_running, count_store
 from ...storage.telling.process_usage import resident_bytes
@@ -184,28 +184,3 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-class Owner:
-    """Whoever holds resources: closed by a call, as a context manager, or with its last reference."""
-
-    def __init__(self) -> None:
-        self._resources = Resources()
-        self._finalizer = weakref.finalize(self, self._resources.abandon)
-
-    def close_too(self, owned: Any) -> None:
-        """Call ``owned.close()`` when the loader is closed, however that comes about. Raises LoaderClosedError."""
-        self._resources.check_open()
-        self._resources.others.append(owned)
-        self._resources.close_if_closed()
-
-    def close(self) -> None:
-        """Stop all threads and processes, and close the store, at any time; the loader cannot be used again."""
-        self._resources.close()  # waits where another thread is closing it
-        self._finalizer.detach()  # now only: if an interrupt came before this, it does the rest
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()

@@ -1,72 +1,241 @@
-"""Passes over a loader: where each begins and ends, and what it hands out."""
+"""A loader at work: what it reads, where it stands, and the pipelines that deliver its batches."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from ..decoding.batch_options import BatchT
+from ...storage.telling.counts import fastest_response_s
+from ...storage.telling.timeline import Timeline
+from ..config.loader_config import LoaderConfig
+from ..decoding.batch_options import BatchOptions
+from ..decoding.replace import Replacer
+from ..decoding.workers.images import ImageProcesses, count_image_processes
+from ..decoding.workers.pool import WorkerPool
 from ..errors import ConfigError
-from ..metrics import Counters
-from ..order.plan import Order, Share
-from ..pipeline.assembler import Start
-from ..pipeline.delivery_queue import Delivery
+from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
+from ..mixtures.position import MixturePosition
+from ..order.plan import Share
+from ..pipeline.assembler import Assembler, Equipment, Start
+from ..pipeline.delivery_log import DeliveryLog
 from ..pipeline.pipeline import Pipeline
-from ..pipeline.tuning import PipelineOptions
+from ..pipeline.tuner import Tuner
+from ..pipeline.tuning import PipelineOptions, tune
 from ..positions.position import RunPosition
+from ..positions.uncounted import UncountedPosition
+from ..ranks.calls import Calls
+from ..ranks.detect import check_rank
+from ..ranks.naming import Attempt
+from ..reading.bad.samples import BadSamples
+from ..sources.kinds import group_kinds, open_kinds
+from ..sources.quarantine import Quarantine
+from ..sources.sources import OpenSource, Sources
+from .assembly import Reading, make_assembler
 from .resources import Resources
 
+_RECORDING = threading.Lock()
 
-class Passes:
-    """The passes over one loader, of which only the newest may go on. Used by the training loop's thread only.
 
-    Mutable state besides the position and the resources: this rank's share, and how many passes have begun.
+class Run:
+    """A loader's sources, its position in their order, and the pipeline that is ahead of it.
+
+    Of the passes over it only the newest may go on. Used by the training loop's thread only. Mutable state besides the
+    position and the resources: how many passes have begun.
     """
 
     def __init__(
         self,
-        *,
+        config: LoaderConfig,
+        sources: Sources,
         position: RunPosition,
-        share: Share,
         resources: Resources,
         counters: Counters,
-        tune: Callable[[Order], PipelineOptions],
-        make_pipeline: Callable[..., Pipeline],
-        check_rank: Callable[[], None],
     ) -> None:
+        self.config = config
+        self.sources = sources
         self.position = position
-        self.share = share
         self.resources = resources
         self.counters = counters
-        self.check_rank = check_rank
         self.begun = 0
-        self.tune = tune
-        self._make_pipeline = make_pipeline
+        self.reading = Reading(
+            sources=sources,
+            kinds=open_kinds(config, sources),
+            quarantine=Quarantine(sources, config.errors.max_bad_chunks),
+            counts=[Counters() for _ in sources],
+            ledgers=position.ledgers if isinstance(position, UncountedPosition) else None,
+            is_logged=config.audit_dir is not None,
+        )
+        self.batch_options = self._choose_batch_options()
+        self._tuner = Tuner(config.tuning)
+        self._replacer = self.make_replacer(sources.apart())
+        resources.others += [source.chunks for source in sources]
+        if self.reading.ledgers is not None:
+            resources.others.append(self.reading.ledgers)
+        self._choose_workers()
 
-    def begin(self, loader: object) -> Pass[Any]:
-        """A pass from the epoch's beginning, or from the state just loaded; it keeps ``loader`` alive."""
+    @property
+    def share(self) -> Share:
+        """This rank's part of global batches."""
+        return self.position.share
+
+    def check_rank(self) -> None:
+        """Raise ConfigError where torch.distributed now says another rank than the loader was made for."""
+        is_given = self.config.rank is not None or self.config.mesh is not None
+        check_rank(self.share.rank, self.share.world_size, is_given=is_given)
+
+    def join(self, attempt: Attempt | None) -> None:
+        """Begin the log, if there is one, and hear of errors on other ranks; ``attempt`` names the loader for them."""
+        config, manifest, share = self.config, self.sources.manifest, self.share
+        selection = None if self.sources.is_mixed else self.sources[0].selection
+        if attempt is not None and share.world_size > 1:
+            processes = share.world_size if config.mesh is None else config.mesh.size()
+            taken = {} if selection is None else selection.to_dict()
+            name = attempt.name(manifest.fingerprint, taken, shuffle=config.shuffle, processes=processes)
+            self.resources.names = name, *attempt.names
+            self.resources.calls = Calls(name, processes)
+        if config.audit_dir is not None:
+            self.resources.log = DeliveryLog(
+                config.audit_dir,
+                manifest=manifest,
+                rank=share.rank,
+                world_size=share.world_size,
+                selection=selection,
+                may_drop=config.drops,
+                is_packed=config.packs,
+                bad=self.bad,
+                sources=self.sources.describe(),
+            )
+        if share.world_size > 1:
+            self.resources.join_peers()
+
+    # -- what is chosen once ------------------------------------------------------------------------------------------
+
+    def _choose_batch_options(self) -> BatchOptions:
+        """The loader's, with what sources add; of several kinds, each has a transform of its own.
+
+        Raises:
+            ConfigError: a field of the data has a name that the loader gives, or is not there to be cut.
+        """
+        config, sources, kinds = self.config, self.sources, self.reading.kinds
+        is_alone = len(kinds) == 1
+        options = replace(
+            config.batch_options,
+            transform=kinds[0].transform if is_alone else None,
+            may_drop=is_alone and kinds[0].may_drop,
+            identify=sources.identify,
+            avoided=sources.avoided_ids,
+        )
+        absent: frozenset[str] = frozenset()  # fields that are cut where they are read
+        for source in sources:
+            where = f"source {source.name!r}" if sources.is_mixed else source.manifest.url
+            delivered = source.fields if source.packer is None else source.columns or source.fields
+            options.refuse_taken_names(delivered, where)
+            are_made = source.options.transform is not None or config.collate is not None
+            if cut := config.group.cut_batches(source.fields, source.columns, are_made=are_made):
+                absent |= cut.absent
+                options = replace(options, finish=replace(cut, absent=absent))
+        return options
+
+    def _choose_workers(self) -> None:
+        """Processes that decode and transform: those asked for, or of images alone what the machine has cores for."""
+        tuning, raw, kind = self.config.tuning, self.config.raw, self.reading.kinds[0]
+        work = replace(self.batch_options, transform=kind.transform, may_drop=kind.may_drop).work
+        are_alike = len(group_kinds(self.sources)) == 1
+        if tuning.asked_processes:
+            self.resources.workers = WorkerPool(work, self.sources[0].options.decode, tuning.asked_processes)
+        elif are_alike and work.transform is None and raw == "bytes" and tuning.is_free:
+            count = count_image_processes(tuning.cores)
+            self.resources.images = ImageProcesses(work, count) if count else None
+
+    @property
+    def bad(self) -> BadSamples | None:
+        """The bad samples of this rank; None where the first one ends the run."""
+        source: OpenSource = self.sources[0]
+        return source.errors.bad
+
+    def make_replacer(self, apart: Sources, *, counts: bool = True) -> Replacer | None:
+        """What replaces bad samples, reading by ``apart``; None where they are not replaced."""
+        source: OpenSource = apart[0]
+        return source.errors.replacer(source.chunks, self.batch_options.work, counts=counts)
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a pass from the epoch's beginning, or from the state just loaded."""
         self.resources.check_open()
         if self.position.begin_pass():
             self.resources.stop_pipeline()  # it is ahead in an epoch that begins anew
         self.begun += 1
-        return Pass(self, loader)
-
-    def start(self, epoch: int, consumed: int) -> Start:
-        """Where a pipeline begins for a position that is the upcoming one, or an epoch's beginning."""
-        cursors = self.position.cursors() if consumed else None
-        return Start(order=self.position.order, share=self.share, epoch=epoch, position=consumed, cursors=cursors)
 
     def note_call(self, text: str, upcoming: tuple[int, int] | None = None) -> None:
         """Note a call that every rank must make alike; ``upcoming``: the position before it, if not that of now."""
         if self.resources.calls is not None:
             self.resources.calls.note(text, upcoming or self.position.upcoming, self.begun)
 
+    def _note_move(self) -> None:
+        if self.resources.calls is not None:
+            self.resources.calls.note_move()
+
     def check_calls(self) -> None:
         """Raise ConfigError where another rank has called what this one should have called by now."""
         calls = self.resources.calls
         if calls is not None and calls.lacks_one:
             calls.check(self.position.upcoming, self.begun)
+
+    # -- moves --------------------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, unless a state that was just loaded is inside it."""
+        self.resources.check_open()
+        self._note_move()
+        if self.position.set_epoch(epoch):
+            self.resources.stop_pipeline()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was saved. Raises StateMismatchError where that means nothing here."""
+        loaded = self.position.check_state(state)
+        self.resources.check_open()
+        self.resources.stop_pipeline()
+        self._note_move()
+        if self.resources.log is not None:
+            self.resources.log.record_load(loaded.epoch, loaded.consumed)
+        self.position.load(loaded, self._record_rest)
+
+    def skip(self, count: int) -> None:
+        """Go on some global batches further, without reading them."""
+        self.resources.check_open()
+        self.resources.stop_pipeline()
+        self.note_call(f"skip_batches({count})")
+        self._note_move()
+        log = self.resources.log
+        self.position.skip(count, (lambda *_: None) if log is None else log.record_skip, self._record_rest)
+
+    def change_share(self, share: Share, call: str) -> None:
+        """Cut global batches otherwise from the next one on, as all ranks do that make this ``call``."""
+        self.resources.check_open()
+        self.note_call(call)
+        self.resources.stop_pipeline()
+        self.position.change_share(share, self._record_rest)
+
+    def set_weights(self, weights: Mapping[str, float], at: int | None) -> None:
+        """Change the weights of a mixture's sources from the next batch, or from position ``at``, on."""
+        if not isinstance(self.position, MixturePosition):
+            raise ConfigError("set_weights on a loader of one data set; it is for a Mixture of several")
+        self.resources.check_open()
+        before = self.position.upcoming
+        self.position.set_weights(weights, at)
+        named = {name: float(weight) for name, weight in sorted(weights.items())}
+        self.note_call(f"set_weights({named}{'' if at is None else f', at={int(at)}'})", before)
+        self.resources.stop_pipeline()
+
+    def _record_rest(self, epoch: int, start: int, stop: int) -> None:
+        """Log what is left of an epoch and fills no batch now, which the batches before it do not tell."""
+        if self.resources.log is not None:
+            self.resources.log.record_drop(epoch, start, stop)
+
+    # -- pipelines ----------------------------------------------------------------------------------------------------
 
     def running(self) -> Pipeline | None:
         """The running pipeline, if there is one."""
@@ -94,128 +263,79 @@ class Passes:
         if workers is not None:
             workers.start()
         # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
-        pipeline = self.resources.pipeline = self._make_pipeline(
-            options=self.tune(self.position.order),
-            start=self.start(self.position.epoch, self.position.consumed),
-        )
+        pipeline = self.resources.pipeline = self._make_pipeline()
         pipeline.start()
         return pipeline
 
+    def _make_pipeline(self) -> Pipeline:
+        return Pipeline(
+            source=self.sources.chunks,
+            batch_options=self.batch_options,
+            decoders=self.reading.kinds[0].decoders,
+            options=self.tune(),
+            counters=self.counters,
+            make_assembler=self._make_assembler,
+            start=self.start(self.position.epoch, self.position.consumed),
+            workers=self.resources.workers,
+            images=self.resources.images,
+            replacer=self._replacer,
+            bad=self.bad,
+            tuner=self._tuner,
+        )
 
-class Pass(Iterator[BatchT]):
-    """The batches from the position to its epoch's end, or until the position moves to another epoch.
+    def _make_assembler(self, equipment: Equipment, start: Start) -> Assembler:
+        return make_assembler(self.config, self.position, self.reading, equipment, start)
 
-    Its epoch is that of its first batch. After an error, ``next`` tries again from the same position.
-    """
+    def start(self, epoch: int, consumed: int) -> Start:
+        """Where a pipeline begins for a position that is the upcoming one, or an epoch's beginning."""
+        cursors = self.position.cursors() if consumed else None
+        return Start(order=self.position.order, share=self.share, epoch=epoch, position=consumed, cursors=cursors)
 
-    def __init__(self, passes: Passes, loader: object) -> None:
-        self._passes = passes
-        self._loader = loader
-        self._number = passes.begun
-        self._at: tuple[int, int] | None = None  # the epoch, and how often it was set, at the last batch
-        self._has_ended = False
-        self._is_asked = False
-        self._left_s = 0.0
+    def tune(self) -> PipelineOptions:
+        """How much a pipeline that starts now does at once."""
+        sources, tuning = self.sources, self.config.tuning
+        others = []
+        if isinstance(self.position, MixturePosition):
+            others = [(one.manifest, own.order) for one, own in zip(sources, self.position.orders, strict=True)]
+        return tune(
+            sources.manifest,
+            self.position.order,
+            world_size=self.share.world_size,
+            memory_limit=tuning.memory_bytes,
+            threads=tuning.first_decode_threads,
+            is_local=sources.are_local,
+            device=self.config.cuda,
+            others=others,
+            fetch_threads=tuning.fetch_threads,
+            read_ahead=tuning.read_ahead_bytes,
+            response_s=None if sources.is_mixed else fastest_response_s(sources),
+        )
 
-    def __next__(self) -> BatchT:
-        passes, position = self._passes, self._passes.position
-        passes.resources.check_process()
-        if self._has_ended:
-            raise StopIteration
-        if self._number != passes.begun:
-            raise ConfigError(
-                "another pass over this loader has begun, and a loader has one position; keep the newest iterator, or "
-                "make one loader per pass"
+    # -- what others ask, from any thread -----------------------------------------------------------------------------
+
+    def record_timeline(self, timeline: Timeline | None) -> None:
+        """Add the spans of all stages to ``timeline`` from now on; None ends that. Raises ConfigError if one is on."""
+        with _RECORDING:
+            if timeline is not None and self.counters.timeline is not None:
+                raise ConfigError("a trace of this loader is being recorded already; end that one first")
+            self.counters.timeline = timeline
+
+    def metrics(self) -> LoaderMetrics:
+        """The numbers of now; of a mixture also how far the run is in each source."""
+        metrics = self.counters.metrics(self.resources.levels(), self.resources.count_store())
+        if not isinstance(self.position, MixturePosition):
+            return metrics
+        _, _, here = self.position.cursor()
+        progress = {}
+        for number, (source, taken) in enumerate(zip(self.sources, here.taken, strict=True)):
+            length = None if source.packer is not None else source.manifest.config.get("seq_len")
+            packed = self.reading.counts[number].totals()
+            progress[source.name] = SourceProgress(
+                samples=taken,
+                epochs=self.position.count_epochs(number, taken),
+                tokens=None if length is None else taken * int(length),
+                packed_documents=packed.packed_documents,
+                packed_tokens=packed.packed_tokens,
+                padding_tokens=packed.padding_tokens,
             )
-        if self._at is None:
-            passes.check_rank()
-        elif self._at != (position.epoch, position.times_set):
-            self._end()
-        before = position.save(), self._at
-        if self._is_asked:
-            raise ConfigError(
-                "next() of a pass was called before the last call had returned, by another thread or by a function "
-                "that the loader calls; ask for batches in one thread, and hand them on from there"
-            )
-        try:
-            self._is_asked = True
-            passes.resources.check_peers()
-            passes.check_calls()
-            item = self._take()
-            if item is None:
-                self._end()
-            if passes.resources.log is not None:
-                ids = item.ids if item.logged is None else item.logged
-                passes.resources.log.record(
-                    item.epoch, item.start, item.stop, ids, item.dropped, item.left, item.replaced
-                )
-            position.take(item)
-            if passes.resources.log is not None and (tail := position.tail):
-                # Now, since a loop may leave here; its next pass or attempt begins behind the tail.
-                passes.resources.log.record_drop(item.epoch, position.consumed, position.consumed + tail)
-            self._at = (position.epoch, position.times_set)
-            self._left_s = time.perf_counter()
-            batch: BatchT = item.batch
-            self._is_asked = False
-            return batch
-        except BaseException as exc:
-            self._is_asked = False
-            if self._is_the_end(exc):
-                raise
-            # After an interrupt, too: what was taken out of the queue and not handed out is not lost.
-            saved, self._at = before
-            position.restore(saved)
-            passes.resources.stop_pipeline()
-            passes.resources.tell_peers(exc)
-            if isinstance(exc, StopIteration):
-                raise _not_the_end(exc) from exc
-            raise
-
-    def _take(self) -> Delivery | None:
-        """The batch at the position; None where the epoch has ended, which the position then knows."""
-        passes, position, is_first = self._passes, self._passes.position, self._at is None
-        asked_s = time.perf_counter()
-        while True:
-            if not is_first and passes.running() is None and position.upcoming[0] != position.epoch:
-                position.skip_end()  # the pipeline that would have told the epoch's end is gone
-                return None
-            item = passes.pipeline().get()
-            got_s = time.perf_counter()
-            is_end = item.is_end
-            if not position.follows(item):
-                passes.resources.stop_pipeline()  # an interrupt came between a move of the position and its end
-            elif not is_end:
-                break
-            else:
-                log = passes.resources.log
-                if item.left is not None and log is not None:
-                    log.record(item.epoch, item.start, item.stop, item.ids, item.dropped, item.left)
-                elif position.epoch == item.epoch and position.tail and log is not None:
-                    log.record_drop(item.epoch, position.consumed, item.stop)
-                position.take(item)
-                if not is_first:  # else it is the end of an epoch that another pass left after its last batch
-                    return None
-        passes.counters.add(batches=1, samples=len(item.ids))
-        if is_first:
-            passes.counters.add(first_batch_s=got_s - asked_s)
-        else:
-            passes.counters.add(consumer_busy_s=asked_s - self._left_s, consumer_wait_s=got_s - asked_s)
-        return item
-
-    def _end(self) -> NoReturn:
-        self._has_ended = True
-        raise StopIteration
-
-    def _is_the_end(self, exc: BaseException) -> bool:
-        return self._has_ended and isinstance(exc, StopIteration)
-
-
-def _not_the_end(error: StopIteration) -> RuntimeError:
-    """As in a generator (PEP 479): a user's StopIteration would end the loop over a pass, and nobody would know."""
-    told = RuntimeError(
-        "transform= or collate= raised StopIteration, which a loop over batches would take for the epoch's end; where "
-        "a function calls next(), give it a default, or catch what it raises"
-    )
-    for note in getattr(error, "__notes__", ()):
-        told.add_note(note)
-    return told
+        return MixtureMetrics(**vars(metrics), run_samples=here.position, sources=progress)

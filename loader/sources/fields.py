@@ -26,7 +26,7 @@ _CURE = (
 )
 
 
-def check_names(sources: Sequence[OpenSource]) -> None:
+def compare_names(sources: Sequence[OpenSource]) -> None:
     """Compare the fields of the sources without a transform, before anything is read.
 
     Raises:

@@ -6,8 +6,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config.loader_config import LoaderConfig
 from ..decoding.batch import BatchMaker
-from ..decoding.decode import FieldDecoders, RawValues, decodes_on_device
+from ..decoding.decode import FieldDecoders, decodes_on_device
 from ..decoding.images.first_values import ImageFields
 from ..errors import ConfigError
 from .sources import OpenSource, Sources
@@ -29,6 +30,10 @@ class Kind:
         """The same maker for rows of this kind."""
         options = replace(maker.options, transform=self.transform, may_drop=self.may_drop)
         return replace(maker, decoders=self.decoders, options=options)
+
+    def copy(self) -> Kind:
+        """The same with decoders that settle for themselves."""
+        return replace(self, decoders=self.decoders.copy())
 
 
 def group_kinds(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
@@ -63,18 +68,35 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one is other or one == other)
 
 
-def make_kind(sources: Sources, group: tuple[int, ...], raw: RawValues, processes: int) -> Kind:
+def open_kinds(config: LoaderConfig, sources: Sources) -> list[Kind]:
+    """The kinds of a loader's sources, each with decoders of its own. Streams are worked on source by source.
+
+    Raises:
+        ConfigError: worker processes, which have one transform, are asked for, and there are several.
+    """
+    groups, processes = group_kinds(sources), config.tuning.asked_processes
+    if processes and len(groups) > 1:
+        one, other = (sources[group[0]].name for group in groups[:2])
+        raise ConfigError(
+            f"processes={processes} with sources that have transform= or decode= of their own ({one!r} and "
+            f"{other!r}): worker processes run one; use threads (processes=0), or one transform for all sources"
+        )
+    groups = [(number,) for number in range(len(sources))] if sources.are_streams else group_layouts(sources)
+    return [_make_kind(config, sources, group) for group in groups]
+
+
+def _make_kind(config: LoaderConfig, sources: Sources, group: tuple[int, ...]) -> Kind:
     options = sources[group[0]].options
-    decoders = FieldDecoders(options.decode, raw, processes)
-    if isinstance(options.decode, Mapping) and any(map(decodes_on_device, options.decode.values())):
+    decoders = FieldDecoders(options.decode, config.raw, config.codec)
+    named = options.decode.values() if isinstance(options.decode, Mapping) else ()
+    if sources.is_mixed and any(map(decodes_on_device, named)):
         raise ConfigError(
             f"Source(decode=...) of {sources[group[0]].name!r}: an ImageDecoder(device='cuda') does not go with a "
             "Mixture; leave out its device="
         )
     decoders.are_images = _ImagesOfAll({sources[number].name: ImageFields(sources[number].chunks) for number in group})
     decoders.of_columns = all(sources[number].manifest.has_columns for number in group)
-    may_drop = any(source.reshaping is not None and source.reshaping.may_drop for source in (sources[n] for n in group))
-    return Kind(group, decoders, options.transform, may_drop)
+    return Kind(group, decoders, options.transform, bool(options.may_drop))
 
 
 class _ImagesOfAll:

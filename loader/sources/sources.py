@@ -1,4 +1,4 @@
-"""The data sets of a mixture, opened: each with its manifest, store and chunks, and all of them as one joint space.
+"""The data sets of a loader, opened: each with its manifest, store and chunks, and all of them as one joint space.
 
 Source k's chunk c has the joint number first_chunks[k] + c, and its sample i the joint id first_ids[k] + i, so that one
 reader, one budget and one gathering serve all.
@@ -8,52 +8,47 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from ...storage import Store, open_store
-from ...storage.options import MappedReads
+from ...storage import Store
 from ..columns import Block, IntArray
-from ..config.checks import check_names, make_selection
-from ..config.mixture import Mixture, Source
+from ..config.errors import ErrorPolicy
+from ..config.mixture import Source
 from ..config.reshaping import Reshaping
-from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
-from ..dataset.index import find_manifest
 from ..dataset.manifest import Manifest
 from ..decoding.batch_options import IDS
-from ..formats.detect import make_format
-from ..formats.schema import marked_shape
-from ..metrics import Counters
 from ..order.cached import cached_property
 from ..order.selecting.selection import Selection
-from ..packing.config import Packing
 from ..packing.packer import Packer
 from ..reading.chunk_source import ChunkSource, Fetched, reads_locally
 
 SOURCE = "__source__"
-_MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or give them numbers by a transform="
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenSource:
-    """One data set, under its name in a mixture, else its URL. ``columns`` are those that are decoded, None for all.
+    """One data set, under its name in a mixture, else its URL.
 
-    ``reshaping`` is None where all of its samples are delivered.
+    ``fields`` are those of the samples that were asked for, ``columns`` those of them that are decoded here, None for
+    all. ``reshaping`` is None where all samples are delivered; ``errors`` is what bad ones do.
     """
 
     name: str
     options: Source
     manifest: Manifest
     selection: Selection | None
+    fields: Sequence[str]
     columns: Sequence[str] | None
     store: Store
     chunks: ChunkSource
-    reshaping: Reshaping | None = None
+    reshaping: Reshaping | None
+    errors: ErrorPolicy
 
     @property
     def num_samples(self) -> int:
@@ -93,6 +88,13 @@ class Sources(Sequence[OpenSource]):
         self.first_chunks = _starts([source.manifest.num_chunks for source in sources])
         self.first_ids = _starts([source.manifest.num_samples for source in sources])
 
+    def apart(self) -> Sources:
+        """The same sources for whoever looks beside the pipelines: with headers and counters of their own."""
+        apart = copy(self)
+        apart._sources = [replace(source, chunks=source.chunks.apart(source.columns)) for source in self._sources]
+        apart.chunks = JointChunks(apart) if self.is_mixed else apart._sources[0].chunks
+        return apart
+
     def __len__(self) -> int:
         return len(self._sources)
 
@@ -130,6 +132,15 @@ class Sources(Sequence[OpenSource]):
         return [(s.name, s.manifest.fingerprint, s.manifest.num_samples, s.num_samples) for s in self._sources]
 
     @property
+    def avoided_ids(self) -> frozenset[int]:
+        """The joint ids of samples that are bad untried."""
+        return frozenset(
+            first + own
+            for first, source in zip(self.first_ids, self._sources, strict=True)
+            for own in source.errors.avoided
+        )
+
+    @property
     def stores(self) -> list[Store]:
         """Those of all sources, whose requests are counted together."""
         return [source.store for source in self._sources]
@@ -146,107 +157,6 @@ class Sources(Sequence[OpenSource]):
     def close(self) -> None:
         for source in self._sources:
             source.store.close()
-
-
-def open_sources(
-    mixture: Mixture,
-    *,
-    counters: Counters,
-    memory_limit: int | None,
-    maps_files: MappedReads,
-    cache_dir: str | PathLike[str] | None,
-    cache_limit: int | None,
-    **defaults: Any,
-) -> Sources:
-    """Open every source of a mixture; ``defaults`` are the loader's arguments that a ``Source`` may have of its own.
-
-    Raises what opening a data set raises, with a note of the source's name.
-    """
-    opened: list[OpenSource] = []
-    packers: dict[int, Packer] = {}
-
-    def open_packer(packing: Packing) -> Packer:
-        """One for all sources with the same settings, whose tokenizer is loaded once."""
-        if id(packing) not in packers:
-            packers[id(packing)] = Packer.open(packing)
-        return packers[id(packing)]
-
-    try:
-        for name, given in mixture.leaves():
-            try:
-                filled = given.fill(**defaults)
-                of = filled.keep, filled.may_drop, filled.transform, filled.packing
-                reshaping = Reshaping.of(*of, open_packer=open_packer)
-                cache = cache_dir, cache_limit
-                opened.append(_open(name, filled, reshaping, counters, memory_limit, maps_files, *cache))
-            except Exception as exc:
-                exc.add_note(f"in the source {name!r} of the mixture")
-                raise
-        _mark_alike(opened)
-        warn_of_classes(opened)
-        return Sources(opened, is_mixed=True)
-    except BaseException:
-        for source in opened:
-            source.store.close()
-        raise
-
-
-def _mark_alike(sources: Sequence[OpenSource]) -> None:
-    """Have a column's nulls marked by all sources, whatever their formats, if one delivers marks, as by all shards."""
-    marked = {
-        name: shape
-        for source in sources
-        if source.options.transform is None and source.packer is None
-        for name, column in _columns(source).items()
-        if (shape := marked_shape(column)) is not None and (source.columns is None or name in source.columns)
-    }
-    for source in sources:
-        source.chunks.mark_nulls({name: shape for name, shape in marked.items() if name in source.manifest.fields})
-
-
-def _columns(source: OpenSource) -> Mapping[str, Any]:
-    columns: Mapping[str, Any] = source.manifest.schema.get("columns", {})
-    return columns
-
-
-def _open(
-    name: str,
-    options: Source,
-    reshaping: Reshaping | None,
-    counters: Counters,
-    memory_limit: int | None,
-    maps_files: MappedReads,
-    cache_dir: str | PathLike[str] | None,
-    cache_limit: int | None,
-) -> OpenSource:
-    with ExitStack() as lingering:  # until the data's store has taken over their connections
-        manifest = find_manifest(
-            options.url,
-            lingering,
-            split=options.split,
-            storage_options=options.storage_options,
-            format=options.format,
-            cache_dir=cache_dir,
-        )
-        columns = read = check_names(manifest, options.columns, options.decode)
-        if reshaping is not None:
-            columns = reshaping.columns_of_batches(manifest, columns)
-            read = reshaping.columns_to_read(manifest, columns)
-        selection = make_selection(manifest, options.subset, None)
-        store = open_store(
-            manifest.url, storage_options=options.storage_options, cache_dir=cache_dir, cache_limit=cache_limit
-        )
-    shard_format = make_format(manifest.format, manifest.config)
-    return OpenSource(
-        name=name,
-        options=options,
-        manifest=manifest,
-        selection=selection,
-        columns=columns,
-        store=store,
-        chunks=ChunkSource(manifest, shard_format, store, read, counters, memory_limit, maps_files=maps_files),
-        reshaping=reshaping,
-    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -293,18 +203,6 @@ def join_manifests(sources: Sequence[OpenSource]) -> JointManifest:
     )
 
 
-def warn_of_classes(sources: Sequence[OpenSource]) -> None:
-    """Warn where two sources whose labels are delivered number classes differently."""
-    labelled = [
-        source
-        for source in sources
-        if LABEL_FIELD in source.manifest.fields and (source.columns is None or LABEL_FIELD in source.columns)
-    ]
-    _, problem = join_class_names({repr(source.name): source.manifest.classes for source in labelled})
-    if problem is not None:
-        warn_of_numbers(f"the sources of the mixture number classes differently: {problem}", _MIXED_ADVICE)
-
-
 def _starts(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[:k]) for k in range(len(sizes))]
 
@@ -312,15 +210,11 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 class JointChunks(ChunkSource):
     """Reads and opens the chunks of all sources, by joint numbers. Called by the fetch threads."""
 
-    def __init__(self, sources: Sources, chunks: Sequence[ChunkSource] | None = None) -> None:
+    def __init__(self, sources: Sources) -> None:
         self.manifest = sources.manifest
         self.columns = None
         self._sources = sources
-        self.of_sources = [source.chunks for source in sources] if chunks is None else list(chunks)
-
-    def apart(self, columns: Sequence[str] | None = None) -> JointChunks:
-        """One that reads the same with headers and counters of its own; each source keeps its columns."""
-        return JointChunks(self._sources, [chunks.apart(chunks.columns) for chunks in self.of_sources])
+        self.of_sources = [source.chunks for source in sources]
 
     def fetch(self, index: int) -> Fetched | None:
         source, chunk = self._sources.of_chunk(index)

@@ -70,7 +70,8 @@ def inspect_sample(
     store = open_store(manifest.url, storage_options=storage_options)
     try:
         chunks = ChunkSource(manifest, make_format(manifest.format, manifest.config), store, None, Counters())
-        reader = SampleReader(chunks, lambda: FieldDecoders(None), RowWork(transform=None, seed=0), lambda: None)
+        as_stored = RowWork(transform=None, seed=0)
+        reader = SampleReader(chunks, lambda: FieldDecoders(None), lambda: as_stored, lambda: None)
         if sample is None:
             found = reader.find(key, field, range(manifest.num_samples), progress=progress)
         else:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Self, overload
+from types import MappingProxyType
+from typing import Any, Protocol, Self, overload
 
 import numpy as np
 
@@ -20,26 +23,31 @@ from ..errors import ConfigError, SampleNotFoundError
 from ..order.spans import ChunkRows
 from ..progress import show_progress
 from ..reading.chunk_source import ChunkSource
+from ..sources.sources import Sources
 from .ahead import load_ahead
 from .search import find_rows, searched_field
-from .selected_ids import SelectedIds
+from .selected_ids import JointIds, SelectedIds
 
 
 class SampleReader:
     """Reads one sample at a time: one chunk, of which one row is decoded and transformed. Any thread may call it.
 
-    ``decoders`` are asked at each call for those that the running loader has settled on; what is settled here stays
-    here. A bad sample is an error, whatever a pass does about it, as is one that is avoided. The only state is the
-    chunk that was read last, so that neighbours are not fetched again.
+    ``decoders`` and ``work`` are asked for at each call, for what the running loader has settled on; what is settled
+    here stays here. A bad sample is an error, whatever a pass does about it, as is one that is avoided. The only state
+    is the chunk that was read last, so that neighbours are not fetched again.
     """
 
     def __init__(
-        self, chunks: ChunkSource, decoders: Callable[[], FieldDecoders], work: RowWork, check_open: Callable[[], None]
+        self,
+        chunks: ChunkSource,
+        decoders: Callable[[], FieldDecoders],
+        work: Callable[[], RowWork],
+        check_open: Callable[[], None],
     ) -> None:
         self.manifest: Manifest = chunks.manifest
         self._chunks = chunks
         self._decoders = decoders
-        self._work = replace(work, goes_on=False)
+        self._work = work
         self._check_open = check_open
         self._last: tuple[int, Block] | None = None
 
@@ -50,7 +58,7 @@ class SampleReader:
             StorageError, FormatError: the sample's chunk cannot be read.
             DecodeError: a field cannot be decoded. What ``transform`` raises is raised, with a note.
         """
-        return self._work_on(sample_id, self._decoders(), self._work, epoch)
+        return self._work_on(sample_id, self._decoders(), replace(self._work(), goes_on=False), epoch)
 
     def raw(self, sample_id: int) -> Sample:
         """As it is stored: fields of files as bytes, columns as their values."""
@@ -113,6 +121,57 @@ class SampleReader:
         raise SampleNotFoundError(f"{self.manifest.url}: none of {len(ids):,} samples has {name} {value!r}")
 
 
+class ReadsSamples(Protocol):
+    """A ``SampleReader``, or those of all sources of a mixture, by joint ids."""
+
+    manifest: Manifest
+
+    def sample(self, sample_id: int, epoch: int) -> Sample: ...
+
+    def raw(self, sample_id: int) -> Sample: ...
+
+    def find(self, value: Any, field: str | None, ids: Sequence[int]) -> int: ...
+
+
+class JointReader:
+    """Reads samples of all sources of a mixture, by joint ids. Any thread may call it."""
+
+    def __init__(self, sources: Sources, readers: Sequence[SampleReader]) -> None:
+        self.manifest = sources.manifest
+        self._sources = sources
+        self._readers = readers
+
+    def sample(self, sample_id: int, epoch: int) -> Sample:
+        source, own = self._own(sample_id)
+        with self._naming(source):
+            return self._readers[source].sample(own, epoch)
+
+    def raw(self, sample_id: int) -> Sample:
+        source, own = self._own(sample_id)
+        with self._naming(source):
+            return self._readers[source].raw(own)
+
+    def find(self, value: Any, field: str | None, ids: Sequence[int]) -> int:
+        assert isinstance(ids, JointIds)
+        for source, reader in enumerate(self._readers):
+            with suppress(SampleNotFoundError), self._naming(source):
+                return self._sources.first_ids[source] + reader.find(value, field, ids.of_source(source))
+        name = field or "key"
+        raise SampleNotFoundError(f"{self.manifest.url}: none of {len(ids):,} samples has {name} {value!r}")
+
+    def _own(self, sample_id: int) -> tuple[int, int]:
+        source = bisect_right(self._sources.first_ids, sample_id) - 1
+        return source, sample_id - self._sources.first_ids[source]
+
+    @contextmanager
+    def _naming(self, source: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as exc:
+            exc.add_note(f"in the source {self._sources.names[source]!r} of the mixture")
+            raise
+
+
 class DatasetView:
     """The samples of a loader's data set, by id, beside its passes: nothing is consumed, and no state changes.
 
@@ -121,12 +180,34 @@ class DatasetView:
     of epoch 2, ``dataset.raw(i)`` what is stored. Negative indices count from the end; a slice is a view of the samples
     in it, and reads nothing. Reading a sample fetches its chunk, which is kept until one of another chunk is read:
     neighbours are quick, a shuffled pass is not; that is what the loader is for. In a notebook a view shows as a table.
+
+    Of a mixture, samples have joint ids: those of its first source, then those of the second, and so on.
+    ``dataset.sources["web"][i]`` is sample i of one source, by the id that batches have beside ``__source__``; epochs
+    and random numbers are those of the source.
     """
 
-    def __init__(self, reader: SampleReader, ids: Sequence[int] | None = None, *, owner: object = None) -> None:
+    def __init__(
+        self,
+        reader: ReadsSamples,
+        ids: Sequence[int] | None = None,
+        *,
+        owner: object = None,
+        sources: Mapping[str, DatasetView] | None = None,
+    ) -> None:
         self._reader = reader
         self._ids = range(reader.manifest.num_samples) if ids is None else ids
         self._owner = owner  # a view keeps its loader, whose end would close the store
+        self._sources = sources or {}
+
+    def owned_by(self, owner: object) -> Self:
+        """The same view, which keeps ``owner`` alive: the loader whose end would close what it reads from."""
+        of_sources = {name: view.owned_by(owner) for name, view in self._sources.items()}
+        return type(self)(self._reader, self._ids, owner=owner, sources=of_sources)
+
+    @property
+    def sources(self) -> Mapping[str, DatasetView]:
+        """The samples of each source of a mixture, by its name; empty where there is one data set."""
+        return MappingProxyType(dict(self._sources))
 
     @property
     def ids(self) -> IntArray:
@@ -134,7 +215,7 @@ class DatasetView:
 
         An array of the caller's own, made anew at each call.
         """
-        if isinstance(self._ids, SelectedIds):
+        if isinstance(self._ids, SelectedIds | JointIds):
             return self._ids.array()
         return np.asarray(self._ids, np.int64)
 

@@ -23,16 +23,28 @@ from penstock.loader.pipeline.delivery_log import DeliveryLog
 from penstock.loader.pipeline.pipeline import Pipeline
 from penstock.loader.positions.position import Position
 from penstock.loader.reading.chunk_reader import ChunkReader
+from penstock.loader.run.batch_iterator import BatchIterator
 from penstock.loader.run.resources import Resources
-from penstock.loader.run.run import Pass, Passes
+from penstock.loader.run.run import Run
 
 SAMPLES = 30
 PARTS: dict[str, list[Callable[..., Any]]] = {
-    "a pass": [Pass.__next__, Pass._take, Pass._end, Position.advance, DeliveryLog.record],
-    "the beginning of a pass": [DistributedDataLoader.__iter__, Passes.begin, Pass.__init__, Position.begin_pass],
+    "a pass": [
+        BatchIterator.__next__,
+        BatchIterator._take,
+        BatchIterator._end,
+        Position.advance,
+        DeliveryLog.record,
+    ],
+    "the beginning of a pass": [
+        DistributedDataLoader.__iter__,
+        Run.begin,
+        BatchIterator.__init__,
+        Position.begin_pass,
+    ],
     "the construction of a pipeline": [
-        Passes.pipeline,
-        Passes._start_pipeline,
+        Run.pipeline,
+        Run._start_pipeline,
         Pipeline.__init__,
         Pipeline.start,
         ChunkReader.__init__,

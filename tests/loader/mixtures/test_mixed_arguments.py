@@ -139,7 +139,7 @@ def test_metrics_count_the_requests_and_cache_hits_of_all_sources(tmp_path: Path
     with DistributedDataLoader(Mixture(dict.fromkeys(urls, 1)), batch_size=10, cache_dir=tmp_path) as loader:
         assert len(list(loader)) > 0
         seen = loader.metrics()
-        alone = [count_store(source.store) for source in loader._parts.mixture.sources]
+        alone = [count_store(source.store) for source in loader._run.sources]
     assert all(each.requests and each.cache_misses for each in alone)
     assert seen.requests == sum(each.requests for each in alone)
     assert seen.cache_misses == sum(each.cache_misses for each in alone)
@@ -294,8 +294,6 @@ def test_calls_on_a_running_mixture_that_cannot_work_are_refused(a, b):
         for at in (float("inf"), float("nan"), "9", True, 1 << 62, [9]):  # states could not hold some of these
             with pytest.raises(ConfigError, match=r"set_weights\(at=\): .* is no position"):
                 loader.set_weights({"a": 1}, at=at)
-        with pytest.raises(ConfigError, match="dataset of a mixture"):
-            _ = loader.dataset
         for damage in ({"sources": []}, {"consumed": 5}, {"mixture": {}}, {"lanes": 3}, {"epoch": -1}):
             with pytest.raises(StateMismatchError, match="damaged"):
                 loader.load_state_dict({**before, **damage})

@@ -50,4 +50,4 @@ def test_what_is_no_damage_is_told_as_it_is_where_the_limit_of_bad_chunks_is_use
         assert len(loader.bad_chunks) == 1
         refusal = AccessDeniedError("the store refuses")
         with pytest.raises(AccessDeniedError, match="the store refuses"):
-            loader._parts.quarantine.replace(ChunkRows(0, np.arange(1), np.arange(1)), refusal)
+            loader._run.reading.quarantine.replace(ChunkRows(0, np.arange(1), np.arange(1)), refusal)

@@ -96,7 +96,7 @@ def test_a_loader_begins_with_as_many_requests_as_its_store_is_slow(
     memory_store, put_shards, monkeypatch, response_s, threads
 ) -> None:
     put_shards(memory_store, 3)
-    monkeypatch.setattr("penstock.loader.parts.fastest_response_s", lambda store: response_s)
+    monkeypatch.setattr("penstock.loader.run.run.fastest_response_s", lambda store: response_s)
     with DistributedDataLoader(memory_store.url, batch_size=4) as loader:
         next(iter(loader))
         assert loader.metrics().fetch_threads == threads
