@@ -54,7 +54,7 @@ FLOORS = {
         {"config"},
         {"sources"},
         {"streams"},
-        {"positions"},
+        {"sampler"},
         {"assembly", "mixtures"},
         {"run"},
         {"serving", "views"},

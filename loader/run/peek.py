@@ -78,8 +78,8 @@ def peek(run: Run) -> Any:
             deliver=deliver,
             is_short=lambda: False,
         )
-        start = run.start(*run.position.pass_start)
-        make_assembler(run.config, run.position, reading, equipment, start).run()
+        start = run.start(*run.sampler.pass_start)
+        make_assembler(run.config, run.sampler, reading, equipment, start).run()
         batch = delivered[0].batch.result()
     except KeyboardInterrupt:
         patience_s = _INTERRUPTED_S

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 from ..decoding.row_work import RowWork
-from ..mixtures.position import MixturePosition
 from ..run.run import Run
 from ..sources.sources import OpenSource
 from .samples import DatasetView, JointReader, SampleReader
@@ -37,6 +36,5 @@ def _ids_of(source: OpenSource) -> range | SelectedIds:
 
 def _work_on(run: Run, number: int) -> RowWork:
     """What is done to a sample of a source, with the random numbers of its order, which a loaded state may bring."""
-    position, options = run.position, run.sources[number].options
-    seed = position.orders[number].order.seed if isinstance(position, MixturePosition) else position.order.seed
+    options, seed = run.sources[number].options, run.sampler.orders[number].order.seed
     return replace(run.batch_options, transform=options.transform, may_drop=options.may_drop, seed=seed).work
