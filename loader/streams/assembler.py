@@ -29,7 +29,6 @@ from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
 from ..errors import PartitionError
 from ..metrics import Counters
-from ..mixtures.stream_position import StreamPlace
 from ..order.cursors import Cursors
 from ..order.outputs import keeper_ranks, lanes_of_share
 from ..order.plan import Share, lane_turns, share_bounds
@@ -39,6 +38,7 @@ from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
 from ..ranks.channel import wait_for_ranks
 from ..ranks.ledger import EpochLedger, Ledgers, order_key
+from ..sampler.mixture import StreamPlace
 from ..sources.fields import check_fields
 from ..sources.kinds import Kind
 from ..sources.quarantine import Quarantine

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from ..columns import IntArray
-from ..mixtures.stream_position import StreamPlace
 from ..order.cursors import Cursors
 from ..order.mixtures.laps import Lap, is_over
+from ..sampler.mixture import StreamPlace
 from .source_stream import SourceStream
 
 _MOST_PARTS = 64  # epochs of sources that are dealt together
