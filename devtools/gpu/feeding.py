@@ -26,6 +26,7 @@ from penstock.loader.pipeline.device import DeviceFeeder
 from penstock.storage.errors import PenstockError
 
 from .decoding import Decoding, run_decoding
+from .interference import Interference, run_interference
 from .models import Model, TrainStep, make_batch
 
 _WARM_STEPS, _WARM_S = 3, 3.0  # what is read ahead, and what a loader starts later, is there then
@@ -167,20 +168,25 @@ def main() -> None:
     kind = asked.pop("kind")
     os.dup2(2, 1)  # what a peer prints is no result
     try:
-        if kind == "copying":
-            result: dict[str, Any] = run_copying(Copying(**asked))
-        else:
-            result = run_decoding(Decoding(**asked)) if kind == "decoding" else run_feeding(Feeding(**asked))
+        run, kind_of = _RUNS[kind]
+        result: dict[str, Any] = run(kind_of(**asked))
     except (PenstockError, ImportError) as exc:
         sys.exit(tell(exc))
     result_path.write_text(json.dumps(result))
 
 
-_KINDS: Mapping[type, str] = {Copying: "copying", Decoding: "decoding", Feeding: "feeding"}
+Asked = Feeding | Copying | Decoding | Interference
+_RUNS: Mapping[str, tuple[Callable[[Any], dict[str, Any]], type[Asked]]] = {
+    "copying": (run_copying, Copying),
+    "decoding": (run_decoding, Decoding),
+    "feeding": (run_feeding, Feeding),
+    "interference": (run_interference, Interference),
+}
 
 
-def message_of(asked: Feeding | Copying | Decoding) -> str:
-    return json.dumps({"kind": _KINDS[type(asked)], **asdict(asked)})
+def message_of(asked: Asked) -> str:
+    kind = next(name for name, (_, of_kind) in _RUNS.items() if type(asked) is of_kind)
+    return json.dumps({"kind": kind, **asdict(asked)})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,16 +28,19 @@ from penstock.loader.dataset.sealed_folder import cache_home
 from penstock.loader.limits import usable_cores
 
 from .decoding import Decoding
-from .feeding import Copying, Feeding, message_of
+from .feeding import Asked, Copying, Feeding, message_of
+from .interference import Interference
 from .models import Model
 
-Part = Literal["tests", "copies", "decoding", "images", "tokens"]
+Part = Literal["tests", "copies", "decoding", "interference", "images", "tokens"]
 Peer = Literal["webdataset", "litdata", "spdl", "mosaicml-streaming"]
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = "no loader"
+LIMIT, ALONE = "no loader", "nothing"
 _CASES: Mapping[str, tuple[Model, int]] = {"images": ("resnet50", 256), "tokens": ("gpt", 16)}
 _SMALL_ROWS = {"images": 4, "tokens": 1}
 _COPIED_ROWS = 1024
+# A third of what a core decodes in this time, at about 700 images a second.
+_FED_IMAGES_A_CORE, _PERIOD_S = 12, 0.05
 _PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns, where it is installed; here an error
 _MARK = "mark.gpu"
 _TESTS_S, _TOO_LONG = 175, 124  # the exit code is that of timeout(1)
@@ -50,10 +53,11 @@ class GpuConfig:
     Each part takes three minutes at most, and writes a file of its own as soon as it is done. "images" and "tokens"
     train ResNet-50 on photos that are decoded to 224 px, and a small GPT, in bf16: the same loop for every loader, in a
     process of its own, in turns; "no loader" trains on one batch that stays on the device. "copies" and "decoding" are
-    measured against bare pinned copies and the bare codec.
+    measured against bare pinned copies and the bare codec; "interference" is how much longer a loop of tiny operations
+    takes to start them beside what feeds it.
     """
 
-    parts: tuple[Part, ...] = ("tests", "copies", "decoding", "images", "tokens")
+    parts: tuple[Part, ...] = ("tests", "copies", "decoding", "interference", "images", "tokens")
     """What to run, in this order, which is that of their worth."""
 
     device: Literal["cuda", "cpu"] = "cuda"
@@ -116,11 +120,18 @@ def _is_marked(path: Path) -> bool:
     return _MARK in path.read_text()
 
 
-def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Console) -> dict[str, Any]:
-    """Every loader in turn, round by round: medians, with all that was measured."""
+@dataclass(frozen=True)
+class _Jobs:
+    """What to measure: a case's data, this package's job, the peers', and why some cannot be measured."""
+
+    url: str
+    ours: Job
+    peers: dict[str, Job]
+    refused: dict[str, str]
+
+
+def _prepare(name: Literal["images", "tokens"], rows: int, config: GpuConfig, say: Callable[[str], None]) -> _Jobs:
     case = CASES[name]
-    model, rows = _CASES[name]
-    rows = _SMALL_ROWS[name] if config.small else rows
     url = str(make_case(case, config.data, config.scale))
     manifest = open_manifest(url)
     workers = config.workers or usable_cores()
@@ -143,21 +154,34 @@ def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Conso
         workers=workers,
         fields=layout,
     )
+    peers, refused = prepare_peers(settings, manifest, layout, ours, say)
+    return _Jobs(url, ours, dict(peers), dict(refused))
+
+
+def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Console) -> dict[str, Any]:
+    """Every loader in turn, round by round: medians, with all that was measured."""
+    case = CASES[name]
+    model, rows = _CASES[name]
+    rows = _SMALL_ROWS[name] if config.small else rows
 
     def say(text: str) -> None:
         screen.print(f"  {text}", style="dim")
 
-    peers, refused = prepare_peers(settings, manifest, layout, ours, say)
-    on_gpu = config.device == "cuda"
+    prepared = _prepare(name, rows, config, say)
+    refused = prepared.refused
     # Without workers, which leaves their number to the loader.
-    jobs: dict[str, Job | None] = {OURS: replace(ours, workers=0), **peers, LIMIT: None}
+    jobs: dict[str, Job | None] = {OURS: replace(prepared.ours, workers=0), **prepared.peers, LIMIT: None}
     runs: dict[str, list[dict[str, Any]]] = {}
     for number in range(config.rounds):
-        for loader, job in jobs.items():
+        for loader, job in list(jobs.items()):
             say(f"{case.title}, round {number + 1} of {config.rounds}: {loader}")
-            given = None if job is None else asdict(replace(job, device="cuda" if on_gpu else None))
             asked = Feeding(
-                model=model, device=config.device, rows=rows, seconds=config.seconds, is_small=config.small, job=given
+                model=model,
+                device=config.device,
+                rows=rows,
+                seconds=config.seconds,
+                is_small=config.small,
+                job=_on_device(job, config),
             )
             try:
                 runs.setdefault(loader, []).append(_run(asked, loader))
@@ -166,11 +190,53 @@ def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Conso
                     raise
                 refused[loader] = str(exc).strip().splitlines()[-1]
                 runs.pop(loader, None)
-                jobs = {one: its for one, its in jobs.items() if one != loader}
+                del jobs[loader]
     return {"case": name, "title": case.title, "model": model, "batch_size": rows, "runs": runs, "refused": refused}
 
 
-def _run(asked: Feeding | Copying | Decoding, what: str) -> dict[str, Any]:
+def _on_device(job: Job | None, config: GpuConfig) -> dict[str, Any] | None:
+    return None if job is None else asdict(replace(job, device="cuda" if config.device == "cuda" else None))
+
+
+def run_interference(config: GpuConfig, screen: Console) -> dict[str, Any]:
+    """Each way of feeding in turn, round by round; what is refused is not tried again."""
+
+    def say(text: str) -> None:
+        screen.print(f"  {text}", style="dim")
+
+    cores = usable_cores()
+    rows = _SMALL_ROWS["images"] if config.small else max(4, _FED_IMAGES_A_CORE * (cores - 1))
+    prepared = _prepare("images", rows, config, say)
+    refused = prepared.refused
+    ways: dict[str, Job | None] = dict.fromkeys((ALONE, "foreign", "threads", "processes"))
+    ways |= {"device": None} if config.device == "cuda" else {}
+    ways |= prepared.peers
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for number in range(config.rounds):
+        for way, job in list(ways.items()):
+            say(f"interference, round {number + 1} of {config.rounds}: {way}")
+            asked = Interference(
+                way=way if job is None else "peer",
+                device=config.device,
+                url=prepared.url,
+                rows=rows,
+                steps=3 if config.small else max(10, int(config.seconds / _PERIOD_S)),
+                period_s=_PERIOD_S,
+                processes=max(1, cores - 1 - cores // 8),
+                job=_on_device(job, config),
+            )
+            try:
+                runs.setdefault(way, []).append(_run(asked, way))
+            except MeasurementError as exc:
+                if way == ALONE:
+                    raise
+                refused[way] = str(exc).strip().splitlines()[-1]
+                runs.pop(way, None)
+                del ways[way]
+    return {"batch_size": rows, "period_s": _PERIOD_S, "runs": runs, "refused": refused}
+
+
+def _run(asked: Asked, what: str) -> dict[str, Any]:
     return run_module("devtools.gpu.feeding", message_of(asked), what, timeout_s=600.0)[0]
 
 
@@ -206,4 +272,6 @@ def run_part(part: Part, config: GpuConfig, screen: Console) -> dict[str, Any]:
         return run_copies(config, screen)
     if part == "decoding":
         return run_decoding(config, screen)
+    if part == "interference":
+        return run_interference(config, screen)
     return run_case(part, config, screen)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .parts import LIMIT, median_of
+from .parts import ALONE, LIMIT, median_of
 
 
 def print_part(part: str, found: Mapping[str, Any], screen: Console) -> None:
@@ -20,6 +21,8 @@ def print_part(part: str, found: Mapping[str, Any], screen: Console) -> None:
         screen.print(f"to the device: {told}", highlight=False)
     elif part == "decoding":
         print_decoding(found, screen)
+    elif part == "interference":
+        print_interference(found, screen)
     else:
         print_case(found, screen)
 
@@ -52,3 +55,21 @@ def print_decoding(result: Mapping[str, Any], screen: Console) -> None:
             screen.print(f"images decoded {name}: {rate:,.0f}/s, {cpu:,.0f} us of CPU an image", highlight=False)
     if "refused" in result:
         screen.print(f"not decoded on the device: {result['refused']}", highlight=False, markup=False)
+
+
+def print_interference(found: Mapping[str, Any], screen: Console) -> None:
+    """Print a table; its ratios are medians of each round's launches over those of a loop that nothing feeds."""
+    title = f"{found['batch_size']} images each {1e3 * found['period_s']:.0f} ms"
+    table = Table(title=title, title_justify="left")
+    for head in ("fed by", "launches", "p90", "to nothing", "wait", "p90"):
+        table.add_column(head, justify="left" if head == "fed by" else "right")
+    alone = found["runs"][ALONE]
+    for way, runs in found["runs"].items():
+        times = [f"{median_of(runs, name):.2f} ms" for name in ("launches_ms", "launches_p90_ms")]
+        pairs = zip(runs, alone, strict=False)
+        ratio = statistics.median(one["launches_ms"] / other["launches_ms"] for one, other in pairs)
+        waits = [f"{median_of(runs, name):.2f} ms" for name in ("wait_ms", "wait_p90_ms")]
+        table.add_row(way, *times, f"{ratio:.2f}", *waits)
+    screen.print(table)
+    for way, why in found["refused"].items():
+        screen.print(f"not measured: {way}: {why}", highlight=False, markup=False)

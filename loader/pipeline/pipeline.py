@@ -42,6 +42,9 @@ _CLOSING_S = 1.0  # how long close() waits for requests in flight
 _SHOWN_IDS = 8
 # A loop that comes back later than this has the next batches made meanwhile, where they wait for it to be made.
 _AWAY_S, _BEGUN_AHEAD = 0.002, 2
+# After a batch is handed over the device is empty, and the loop starts its first kernels: for this part of a step, and
+# so long at most, nothing else is begun where another batch is ready.
+_QUIET_SHARE, _MOST_QUIET_S = 0.15, 0.01
 
 
 class Pipeline:
@@ -112,6 +115,7 @@ class Pipeline:
         self._waits_since: float | None = None  # the training loop, by perf_counter()
         self._waited_s = 0.0
         self._left_at = math.inf  # when the training loop got its last batch
+        self._step_s = 0.0  # how long it was away before it came for that
         equipment = Equipment(
             source=source,
             reader=self._reader,
@@ -146,6 +150,7 @@ class Pipeline:
         self._waits_since = now = time.perf_counter()
         try:
             delivery = self._get()
+            self._step_s = now - self._left_at
             if now - self._left_at > _AWAY_S:
                 self._out.begin(_BEGUN_AHEAD)
             self._left_at = time.perf_counter()
@@ -305,5 +310,12 @@ class Pipeline:
                     self._counters.add(copy_s=time.perf_counter() - started, **copied)
                 if not self._out.put(item):
                     return
+                self._keep_quiet()
         except BaseException as exc:  # noqa: BLE001 - raised where the batch is waited for
             self._out.fail(exc)
+
+    def _keep_quiet(self) -> None:
+        """Let the loop start its first kernels, if it has just come back and a batch waits for when it does again."""
+        quiet_s = min(_QUIET_SHARE * self._step_s, _MOST_QUIET_S) - (time.perf_counter() - self._left_at)
+        if quiet_s > 0 and len(self._out):
+            self._stopping.wait(quiet_s)

@@ -12,12 +12,13 @@ import simplejpeg
 import torch
 from rich.console import Console
 
-from devtools.gpu import decoding
+from devtools.gpu import decoding, interference
 from devtools.gpu.__main__ import main
 from devtools.gpu.decoding import Decoding, run_decoding
+from devtools.gpu.interference import Interference, run_interference
 from devtools.gpu.models import make_resnet50
 from devtools.gpu.parts import LIMIT, GpuConfig
-from devtools.gpu.show import print_decoding
+from devtools.gpu.show import print_decoding, print_interference
 from penstock.benchmarks.datasets import CASES, make_case
 from penstock.loader import ConfigError
 from penstock.loader.decoding.images import device_codec
@@ -90,3 +91,20 @@ def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
     print_decoding(rates, screen)
     print_decoding(told, screen)
     assert "images decoded on the device: " in screen.export_text()
+
+
+@pytest.mark.slow
+def test_a_loops_launches_are_timed_beside_what_feeds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(make_case(CASES["images"], tmp_path, 0.001))
+    monkeypatch.setattr(interference, "_WARM_S", 0.0)
+    monkeypatch.setattr(interference, "_OPERATIONS", 10)
+    runs = {}
+    for way in ("nothing", "threads"):
+        asked = Interference(way=way, device="cpu", url=url, rows=4, steps=3, period_s=0.01, processes=1)
+        runs[way] = [run_interference(asked)]
+        assert all(value > 0 for value in runs[way][0].values())
+    screen = Console(record=True, width=120)
+    print_interference({"batch_size": 4, "period_s": 0.01, "runs": runs, "refused": {"spdl": "not installed"}}, screen)
+    told = screen.export_text()
+    assert "4 images each 10 ms" in told
+    assert "not measured: spdl: not installed" in told

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,13 +13,44 @@ IDS = "__id__"  # (rows,) int64: sample ids; of packed sequences (rows, most), f
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; tensors that are there already, and other values, are not copied."""
+    """The batch with its tensors on ``device``; tensors that are there already, and other values, are not copied.
+
+    To a CUDA device they are copied from pinned memory and on a stream of their own, for which the current one waits:
+    from other memory CUDA copies once the current stream is idle, and the host waits for that.
+    """
+    if device.type != "cuda":
+        return _map_tensors(batch, lambda value: value if value.device == device else value.to(device))
+    made: list[torch.Tensor] = []
+    current, own = torch.cuda.current_stream(device), _copy_stream(device)
+
+    def copy(value: torch.Tensor) -> torch.Tensor:
+        if value.device.type != "cpu" or value.layout != torch.strided:
+            return value if value.device == device else value.to(device, non_blocking=True)
+        with torch.cuda.stream(own):
+            pinned = value if value.is_pinned() else value.pin_memory()  # torch keeps it until the copy is done
+            made.append(pinned.to(device, non_blocking=True))
+        return made[-1]
+
+    moved = _map_tensors(batch, copy)
+    if made:
+        current.wait_stream(own)
+        for one in made:
+            one.record_stream(current)
+    return moved
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {key: move_batch(value, device) for key, value in batch.items()}
+        return {key: _map_tensors(value, change) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        moved = [move_batch(value, device) for value in batch]
+        moved = [_map_tensors(value, change) for value in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch
 

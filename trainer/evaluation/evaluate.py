@@ -147,7 +147,9 @@ _NONE_LEFT: Any = object()
 
 
 def _add_over_ranks(values: list[bool], device: torch.device) -> list[float]:
+    """The sums over all ranks; of one rank without the device, which need not come as far as this."""
+    if dist.get_world_size() == 1:
+        return list(map(float, values))
     flags = torch.tensor(values, dtype=torch.float32, device=device)
-    if dist.get_world_size() > 1:
-        dist.all_reduce(flags)
+    dist.all_reduce(flags)
     return [float(flag) for flag in flags.tolist()]

@@ -122,7 +122,8 @@ class Reading:
                 self._work.wait()  # for NCCL this makes the stream wait, not the host
             host = torch.empty_like(self._values, device="cpu", pin_memory=True)
             host.copy_(self._values, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # blocking: the host sleeps until then instead of spinning on a core that could decode.
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record()
         self._values.record_stream(own)
         self._values = host

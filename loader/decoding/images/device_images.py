@@ -46,12 +46,22 @@ class _Planned:
         self.exif = exif
         self.nbytes = 3 * plan.height * plan.width
 
-    def copy(self) -> torch.Tensor:
-        """The JPEG in memory of its own, without EXIF, by which decoders turn images that are to stay as they are."""
-        copied = np.array(np.frombuffer(self.data, np.uint8))
+    def copy_into(self, room: memoryview) -> None:
+        """Copy the JPEG without EXIF, by which decoders turn images that are to stay as they are."""
+        room[:] = self.data
         for at in self.exif:
-            copied[at : at + _EXIF_NAME_BYTES] = 0
-        return torch.from_numpy(copied)
+            room[at : at + _EXIF_NAME_BYTES] = bytes(_EXIF_NAME_BYTES)
+
+
+def _copy_together(planned: Sequence[_Planned]) -> Sequence[torch.Tensor]:
+    """The JPEGs in one piece of memory of their own."""
+    sizes = [len(one.data) for one in planned]
+    whole = np.empty(sum(sizes), np.uint8)
+    room, at = memoryview(whole), 0
+    for one, size in zip(planned, sizes, strict=True):
+        one.copy_into(room[at : at + size])
+        at += size
+    return torch.from_numpy(whole).split(sizes)
 
 
 class DeviceImages(BatchValues):
@@ -144,7 +154,7 @@ class DeviceImages(BatchValues):
             yield group
 
     def _decode_group(self, rows: list[int], wait: Wait) -> list[tuple[int, Exception]]:
-        streams = [self._planned[row].copy() for row in rows]
+        streams = _copy_together([self._planned[row] for row in rows])
         wait()  # see device_codec: what is queued may still read memory that the images are about to get
         try:
             images = self._codec.decode(streams)
@@ -175,15 +185,18 @@ class DeviceImages(BatchValues):
         plans = [self._planned[row].plan for row in rows]
         parts = torch.stack([_cut(image, plan, self._shape) for (_, image), plan in zip(images, plans, strict=True)])
         pixels = parts.round_().clamp_(0, 255).to(torch.uint8)
-        flips = [number for number, plan in enumerate(plans) if plan.flip]
-        if flips:
-            where = torch.tensor(flips, device=pixels.device)
-            pixels[where] = pixels[where].flip(-1)
+        if any(plan.flip for plan in plans):
+            are_flipped = _on_device([plan.flip for plan in plans], pixels.device)
+            pixels = torch.where(are_flipped[:, None, None, None], pixels.flip(-1), pixels)
         self._place(rows, pixels.permute(0, 2, 3, 1))
 
     def _place(self, rows: Sequence[int], pixels: torch.Tensor) -> None:
         assert self._pixels is not None
-        self._pixels[torch.tensor(rows, device=self._pixels.device)] = pixels
+        first, stop = rows[0], rows[-1] + 1
+        if stop - first == len(rows):  # in order
+            self._pixels[first:stop] = pixels
+        else:
+            self._pixels[_on_device(rows, self._pixels.device)] = pixels
 
     def _give_to_host(self, row: int, why: str) -> list[tuple[int, Exception]]:
         """Have the CPU decode what the device refused: it decodes it, or says what is wrong with it."""
@@ -215,6 +228,12 @@ class DeviceImages(BatchValues):
         with self._codec.lane() as wait:
             self.tensor()[row].copy_(value)
             wait()
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A tensor of them, for which the host does not wait."""
+    made = torch.tensor(numbers)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def _cut(image: torch.Tensor, plan: ImagePlan, shape: tuple[int, int, int]) -> torch.Tensor:

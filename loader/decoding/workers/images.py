@@ -25,6 +25,7 @@ from .pool import WorkerPool
 logger = logging.getLogger(__name__)
 
 _LEAST_CORES = 6
+_CORES_A_SPARE = 8
 _LEAST, _MOST = 8, 32  # fewer would decode less than the threads do
 _BYTES = 40 << 20  # of a process, beside what they share
 _MEMORY_SHARE = 0.05
@@ -37,7 +38,8 @@ def count_image_processes(cores: int) -> int:
     is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
     if cores < _LEAST_CORES or not is_python:  # an application that Python is part of would be started again
         return 0
-    wanted = min(cores - 1, _MOST)  # one is left to the loop, and to threads that fetch and copy
+    # Some are left to the loop, and to threads that fetch and copy.
+    wanted = min(cores - 1 - cores // _CORES_A_SPARE, _MOST)
     in_memory = int(_MEMORY_SHARE * usable_memory() / local_world_size() / _BYTES)
     return min(wanted, in_memory) if in_memory >= min(wanted, _LEAST) else 0
 

@@ -10,6 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any
@@ -22,6 +23,7 @@ from .channel import Channel, pack
 
 _LOOK_S = 1.0  # how often a worker checks that its parent is still the process that started it
 _GRACE_S = 0.5  # for a worker to exit after its parent has gone
+_NICER = 10  # so that the training loop, where it wants a core, need not wait for a worker's slice to end
 
 # Set while a worker runs the user's script to find the functions in it: a loader made then would start workers, which
 # would start more.
@@ -86,6 +88,8 @@ def main(descriptor: int) -> None:
         signal.signal(name, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    with suppress(OSError):  # where the system forbids it
+        os.nice(_NICER)
     Thread(target=_end_with_parent, args=(descriptor, os.getppid()), name="penstock-parent").start()
     end = socket.socket(fileno=descriptor)
     channel = Channel(end)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from penstock.loader.decoding.batch import Stored
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.pipeline import device as device_module
 from penstock.loader.pipeline import pinned
+from penstock.loader.pipeline.pipeline import Pipeline
 
 KIB = 1 << 10
 
@@ -196,3 +200,31 @@ def test_what_a_users_function_returns_may_be_changed_later(tmp_path: Path, pack
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"tokens": torch.stack([torch.as_tensor(sample["tokens"]) for sample in samples])}
+
+
+class Waits:
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.waited.append(seconds)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "since_s", "ready", "most_s"),
+    [
+        (0.02, 0.0, 1, 0.003),
+        (5.0, 0.0, 1, 0.01),
+        (0.02, 0.0, 0, None),
+        (0.02, 0.004, 1, None),
+        (-math.inf, 0.0, 1, None),
+    ],
+)
+def test_after_a_batch_is_taken_the_next_is_begun_a_little_later_if_another_waits(step_s, since_s, ready, most_s):
+    waits = Waits()
+    taken = {"_step_s": step_s, "_left_at": time.perf_counter() - since_s, "_out": range(ready), "_stopping": waits}
+    Pipeline._keep_quiet(SimpleNamespace(**taken))
+    if most_s is None:
+        assert waits.waited == []
+    else:
+        assert 0 < waits.waited[0] <= most_s

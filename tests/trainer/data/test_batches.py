@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.loader import ByteViews
 from penstock.trainer import TrainerConfigError
-from penstock.trainer.data.batches import count_rows
+from penstock.trainer.data.batches import count_rows, move_batch
 from penstock.trainer.steps.microbatches import cut_batch
 
 Pair = namedtuple("Pair", "x y")
@@ -111,3 +111,32 @@ def test_tuples_of_rows_and_lists_of_samples_are_counted_and_not_cut(batch: Any,
 def test_nested_tuples_of_fields_are_cut_where_other_fields_have_as_many_rows(batch: Any) -> None:
     assert count_rows(batch) == 5
     assert [count_rows(part) for part in cut_batch(batch, 2)] == [2, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_in_host_memory_come_to_cuda_without_a_wait() -> None:
+    """Torch raises at what waits for the device, as a copy from memory that is not pinned does."""
+    device = torch.device("cuda", 0)
+    batches = [{"x": torch.full((1 << 20,), number), "more": [torch.tensor(number), "text"]} for number in range(40)]
+    wrong = torch.zeros((), device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number, batch in enumerate(batches):
+            torch.cuda._sleep(2_000_000)
+            moved = move_batch(batch, device)
+            batch["x"].fill_(-1)  # a loader may use its memory again
+            wrong += (moved["x"] != number).sum() + (moved["more"][0] != number)
+            assert moved["more"][1] == "text"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert wrong.item() == 0
+
+
+def test_a_batch_moves_with_all_that_it_is_made_of() -> None:
+    batch = {"a": [torch.ones(2), "text"], "b": Pair(torch.zeros(1), 3)}
+    moved = move_batch(batch, torch.device("meta"))
+    assert moved["a"][0].device.type == moved["b"].x.device.type == "meta"
+    assert (moved["a"][1], moved["b"].y, type(moved["b"])) == ("text", 3, Pair)
+    assert move_batch(batch, torch.device("cpu"))["a"][0] is batch["a"][0]

@@ -23,7 +23,7 @@ from penstock.trainer import (
     TrainerError,
     World,
 )
-from penstock.trainer.evaluation.evaluate import evaluate
+from penstock.trainer.evaluation.evaluate import _add_over_ranks, evaluate
 from penstock.trainer.parallel.model import ParallelModel
 
 
@@ -204,3 +204,7 @@ def test_numbers_of_every_kind_are_sums_and_counts(world: World) -> None:
 def test_a_count_by_which_no_mean_can_be_taken_is_refused(world: World, count: float) -> None:
     with pytest.raises(TrainerConfigError, match=rf"counts for 'y' add up to {count:g}; .* 0 or more"):
         run(world, Slope(), [batch_of(1.0)], lambda model, batch: {"y": (1.0, count)})
+
+
+def test_one_rank_learns_which_batches_there_are_without_its_device(world: World) -> None:
+    assert _add_over_ranks([True, False, True], torch.device("meta")) == [1.0, 0.0, 1.0]

@@ -308,7 +308,7 @@ def test_bad_images_are_skipped_as_by_threads(tmp_path: Path, monkeypatch: pytes
 def test_how_many_depends_on_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "_MOST", 32)
     monkeypatch.setattr(images, "usable_memory", lambda: 128 << 30)
-    assert [count_image_processes(cores) for cores in (1, 5, 6, 16, 100)] == [0, 0, 5, 15, 32]
+    assert [count_image_processes(cores) for cores in (1, 5, 6, 16, 100)] == [0, 0, 5, 13, 32]
     monkeypatch.setattr(images, "usable_memory", lambda: 8 << 30)
     assert count_image_processes(32) == 10
     monkeypatch.setattr(images, "usable_memory", lambda: 4 << 30)

@@ -147,6 +147,8 @@ def test_processes_do_not_import_torch_and_outlive_a_move(tars):
         assert_equal(next(iter(loader)), first)
         mapped = [Path(f"/proc/{pid}/maps").read_text() for pid in workers]
         assert not any("libtorch" in maps for maps in mapped)
+        loop = os.getpriority(os.PRIO_PROCESS, 0)
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in workers} == {min(19, loop + 10)}
     assert worker_processes() == []
 
 
