@@ -12,10 +12,9 @@ from ...storage.files import sync_folder
 from ...storage.store import ByteRange
 from ..errors import CheckpointError
 from ..options import check_choice
-from .finished import finish_file
 from .folder import read_manifest
 from .remote.download import opened_checkpoint
-from .safetensors_file import can_write, write_safetensors
+from .safetensors_file import write_safetensors
 from .state import EMA, MODEL, allocate, find_needs_of, list_averages, read_weights
 from .traffic import open_reader
 
@@ -28,17 +27,10 @@ def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Lit
     memory for the whole model once, and neither process group nor model. Tied tensors are written once per name.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no averages, safetensors is not installed, or the file cannot
-            be written; then there is nothing of it.
+        CheckpointError: the checkpoint is damaged or has no averages, or the file cannot be written; then there
+            is nothing of it.
     """
     check_choice("weights", weights, ("model", "ema"))
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError as exc:
-        raise CheckpointError(
-            "the export needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
-        ) from exc
     path, prefix = Path(path), f"{MODEL}."
 
     def need(folder: Path) -> dict[str, list[ByteRange]]:
@@ -54,15 +46,10 @@ def export_safetensors(checkpoint: str | Path, path: str | Path, *, weights: Lit
     partial = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        stated = {"format": "pt", "step": str(manifest.step), "weights": weights}
-        if can_write(tensors):
-            write_safetensors(tensors, partial, stated)
-        else:
-            save_file(tensors, partial, metadata=stated)
-        finish_file(partial)
+        write_safetensors(tensors, partial, {"format": "pt", "step": str(manifest.step), "weights": weights})
         partial.replace(path)
         sync_folder(path.parent)
-    except (OSError, SafetensorError) as exc:  # safetensors has its own for a full disk
+    except (OSError, ValueError) as exc:
         with suppress(OSError):
             partial.unlink()
         raise CheckpointError(

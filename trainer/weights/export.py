@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ...storage.files import sync_folder, write_whole
 from ...storage.store import ByteRange
-from ..checkpoint.finished import finish_file
 from ..checkpoint.folder import read_manifest, seal_file
+from ..checkpoint.safetensors_file import write_safetensors
 from ..checkpoint.state import EMA, MODEL, find_needs_of, list_averages, read_weights
 from ..checkpoint.traffic import open_reader
 from ..errors import CheckpointError, TrainerConfigError
@@ -206,15 +206,8 @@ def _read(
 
 def _save(tensors: dict[str, Tensor], path: Path, step: int) -> None:
     try:
-        from safetensors.torch import save_file
-    except ImportError as exc:
-        raise CheckpointError(
-            "the export needs the safetensors package; install it with: pip install 'penstock[safetensors]'"
-        ) from exc
-    try:
-        save_file(tensors, path, metadata={"format": "pt", "step": str(step)})
-        finish_file(path)
-    except Exception as exc:  # safetensors has its own for a full disk
+        write_safetensors(tensors, path, {"format": "pt", "step": str(step)})
+    except (OSError, ValueError) as exc:
         path.unlink(missing_ok=True)
         raise CheckpointError(f"{path} cannot be written: {exc}") from exc
 

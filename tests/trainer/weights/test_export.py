@@ -134,7 +134,7 @@ def test_a_failure_leaves_nothing_and_the_old_export(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    monkeypatch.setattr("penstock.trainer.weights.export.write_safetensors", fail)
     with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left"):
         export_run(tmp_path / "run", output, overwrite=True)
     monkeypatch.undo()
