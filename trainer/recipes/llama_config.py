@@ -6,16 +6,25 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import TrainerConfigError
-from ..options import check_range, suggest
+from ..options import check_range
 from ..weights.run_folder import CONFIG_NAME
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 # What a config.json may say of parts that this model does not have, and the one value by which it is this model.
 _FIXED: Mapping[str, Any] = {
     "attention_bias": False,
@@ -60,16 +69,15 @@ class LlamaConfig:
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
 
-    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    extra: Mapping[str, Any] = field(default_factory=dict)
     """What a config.json says besides, such as ids of tokens; written as it was read."""
 
     def __post_init__(self) -> None:
-        for size in fields(self):
-            value = getattr(self, size.name)
-            if size.type in ("int", "int | None"):
-                if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                    raise TrainerConfigError(f"{size.name}={value!r} is no whole number; give one from 1 on")
-                check_range(size.name, value, low=1)
+        for name in _SIZES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise TrainerConfigError(f"{name}={value!r} is no whole number; give one from 1 on")
+            check_range(name, value, low=1)
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             check_range(name, getattr(self, name), low=0.0, above=True)
         heads, groups = self.num_attention_heads, self.key_value_heads
@@ -147,23 +155,23 @@ def read_config(folder: str) -> LlamaConfig:
                 f"{path} has {name}={given[name]!r}, and the recipe's model has {name}={value!r} alone; name your own "
                 "model with model.use"
             )
-    rope = given.get("rope_parameters") or {}  # where newer versions of transformers keep both
-    scaling = given.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-    own = {one.name for one in fields(LlamaConfig)} - {"extra", "rope_scaling", "rope_theta"}
-    absent = sorted(name for name in ("vocab_size", "hidden_size", "num_hidden_layers") if name not in given)
+    absent = sorted({"vocab_size", "hidden_size", "num_hidden_layers"} - given.keys())
     if absent:
-        raise TrainerConfigError(f"{path} lacks {', '.join(absent)}; {suggest(absent[0], list(given))}")
+        raise TrainerConfigError(f"{path} lacks {', '.join(absent)}; give a folder that save_pretrained wrote")
+    rope = given.get("rope_parameters") or {}  # where newer versions of transformers keep both
+    scaling = given.get("rope_scaling") or rope
+    if scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        scaling = None
+    own = {one.name for one in fields(LlamaConfig)} - {"extra", "rope_scaling", "rope_theta"}
     # What the file leaves out is what transformers takes it for.
     values = {"intermediate_size": 11008, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
     values |= {name: value for name, value in given.items() if name in own}
     taken = own | {"rope_parameters", "rope_scaling", "rope_theta", *_LEFT_OUT}
-    if (scaling or {}).get("rope_type", (scaling or {}).get("type", "default")) == "default":
-        scaling = None
     try:
         return LlamaConfig(
             **values,
             rope_theta=given.get("rope_theta", rope.get("rope_theta", 10_000.0)),
-            rope_scaling=None if scaling is None else {k: v for k, v in scaling.items() if k != "rope_theta"},
+            rope_scaling=scaling and {name: value for name, value in scaling.items() if name != "rope_theta"},
             extra={name: value for name, value in given.items() if name not in taken},
         )
     except TrainerConfigError as exc:
