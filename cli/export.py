@@ -51,7 +51,7 @@ class ExportArguments:
 
     format: Annotated[Literal["safetensors", "hf"], tyro.conf.arg(metavar="{safetensors,hf}")] = "safetensors"
     """safetensors: one file, model.safetensors. hf: the layout of Hugging Face, in files of limited size with an index,
-    and with the config.json that lies in RUN."""
+    and with the config.json that lies in RUN, or else the model's, if it knows its own."""
 
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None, tyro.conf.arg(metavar="{fp32,bf16,fp16}", help_behavior_hint="")

@@ -82,13 +82,18 @@ def read_tokens(split: str, *, tokenizer: str, vocabulary: int, max_bytes: int) 
     ``tokenizer`` is the file of a byte-level BPE with ``vocabulary`` tokens; if missing, it is trained on the other
     modules and written.
     """
+    bpe, texts = open_texts(split, tokenizer=tokenizer, vocabulary=vocabulary, max_bytes=max_bytes)
+    for text in texts:
+        yield np.asarray(bpe.encode(text).ids, dtype=np.uint16)
+
+
+def open_texts(split: str, *, tokenizer: str, vocabulary: int, max_bytes: int) -> tuple[Any, list[str]]:
+    """The tokenizer, and the modules of a split."""
     if split not in ("train", "test"):
         raise TrainerConfigError(f"split={split!r} is not known; use 'train' or 'test'")
     texts = read_sources(max_bytes)
     parts = {"train": [text for i, text in enumerate(texts) if i % 10 != 9], "test": texts[9::10]}
-    bpe = open_tokenizer(Path(tokenizer), vocabulary, parts["train"])
-    for text in parts[split]:
-        yield np.asarray(bpe.encode(text).ids, dtype=np.uint16)
+    return open_tokenizer(Path(tokenizer), vocabulary, parts["train"]), parts[split]
 
 
 def read_sources(max_bytes: int) -> list[str]:

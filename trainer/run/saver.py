@@ -26,6 +26,7 @@ from ..report.recorder import Recorder
 from ..steps.consistency import refuse_unlike_weights
 from ..steps.finite import find_infinite_constants, refuse_weights
 from ..stopwatch import Stopwatch
+from ..weights.model_config import keep_model_config
 from ..weights.warm_start import load_weights
 from .unsaved import UnsavedBuffers
 
@@ -74,8 +75,8 @@ class Saver:
             )
         if config.keeps_checkpoints:
             given = config.checkpoint
-            folder = given.folder if given.is_remote else str(Path(config.output_dir) / given.folder)
-            resolved = replace(given, folder=folder, best=config.best_end)
+            self._folder = given.folder if given.is_remote else str(Path(config.output_dir) / given.folder)
+            resolved = replace(given, folder=self._folder, best=config.best_end)
             try:
                 stopwatch.enter("checkpoint lock")
                 self.checkpointer = Checkpointer(resolved, world, config.evaluate.best)
@@ -277,6 +278,8 @@ class Saver:
         materialiser.refuse()
         if self.checkpointer is not None:
             self._constants = find_infinite_constants(self._parallel.inner)
+            if self._parallel.world.is_first and (problem := keep_model_config(self._parallel.inner, self._folder)):
+                self._recorder.note(problem)
         if self.ema is not None and not resumed:
             self.ema.begin()
 

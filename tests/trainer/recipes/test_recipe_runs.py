@@ -50,6 +50,10 @@ def few_rows(section: str) -> list[str]:
             "gpt",
             ["--trainer.steps=2", "--trainer.evaluate.every=2", *small_text("data"), *small_text("evaluation.data")],
         ),
+        (
+            "llama",
+            ["--trainer.steps=2", "--trainer.evaluate.every=2", *small_text("data"), *small_text("evaluation.data")],
+        ),
         ("clicks", ["--trainer.epochs=1", *few_rows("data"), *few_rows("evaluation.data")]),
     ],
 )
