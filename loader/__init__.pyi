@@ -44,7 +44,6 @@ from .formats.tokens import TokensFormat as TokensFormat
 from .metrics import LoaderMetrics as LoaderMetrics
 from .metrics import MixtureMetrics as MixtureMetrics
 from .metrics import SourceProgress as SourceProgress
-from .mixtures.position import MixtureChangedWarning as MixtureChangedWarning
 from .order.costs.buckets import Bucket as Bucket
 from .order.costs.budget import TokenBudget as TokenBudget
 from .order.costs.costs import Cost as Cost
@@ -61,6 +60,7 @@ from .reading.bad.quarantine import BadChunk as BadChunk
 from .reading.bad.quarantine import BadChunkWarning as BadChunkWarning
 from .reading.bad.samples import BadSampleWarning as BadSampleWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
+from .sampler.sampler import MixtureChangedWarning as MixtureChangedWarning
 from .serving import serve_metrics as serve_metrics
 from .tools import AuditReport as AuditReport
 from .tools import CostExpression as CostExpression

@@ -40,7 +40,7 @@ from .ranks.sequence_cut import SequenceCut
 from .ranks.stages import FieldsByStage
 from .reading.bad.file import Paths, Quarantined
 from .reading.bad.quarantine import BadChunk
-from .run.assembly import make_position
+from .run.assembly import make_sampler
 from .run.batch_iterator import BatchIterator
 from .run.describe import describe
 from .run.no_items import NoItems
@@ -195,7 +195,7 @@ class DistributedDataLoader(Generic[BatchT]):
         config = LoaderConfig(**given)
         counters = Counters()
         sources = self._resources.store = open_sources(config, counters)
-        self._run = Run(config, sources, make_position(config, sources), self._resources, counters)
+        self._run = Run(config, sources, make_sampler(config, sources), self._resources, counters)
         self._view: DatasetView | None = None
         self._run.join(self._attempt)
 
@@ -225,7 +225,7 @@ class DistributedDataLoader(Generic[BatchT]):
             TypeError: samples may be dropped, so that only reading tells; or the epoch never ends, as that of a mixture
                 with stop="never". As of torch's iterable data sets.
         """
-        return self._run.position.steps_per_epoch
+        return self._run.sampler.steps_per_epoch
 
     def __bool__(self) -> bool:
         """True: ``if loader:`` asks whether there is one, and not for a number of batches, which may not be known."""
@@ -298,17 +298,17 @@ class DistributedDataLoader(Generic[BatchT]):
         Raises:
             TypeError: as of ``len``.
         """
-        return self._run.position.steps_left
+        return self._run.sampler.steps_left
 
     @property
     def drops_samples(self) -> bool:
         """Whether ``keep=`` or ``transform=`` may drop samples, so that epochs have no known number of batches."""
-        return self._run.position.drops_samples
+        return self._run.sampler.drops_samples
 
     @property
     def epoch(self) -> int:
         """The epoch of the last batch handed out; after a pass has ended, the next pass's."""
-        return self._run.position.epoch
+        return self._run.sampler.epoch
 
     @property
     def batch_size(self) -> int:
@@ -339,7 +339,7 @@ class DistributedDataLoader(Generic[BatchT]):
 
     @property
     def order(self) -> Order:
-        return self._run.position.order
+        return self._run.sampler.order
 
     # -- what moves it, and changes its batches: each alike on all ranks, in the training loop's thread ---------------
 
@@ -371,7 +371,7 @@ class DistributedDataLoader(Generic[BatchT]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch of the newest pass: a small dict for JSON, the same on every rank."""
-        return self._run.position.to_state().to_dict()
+        return self._run.sampler.to_state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was called, with any world size, batch size and number of threads.
@@ -413,10 +413,10 @@ class DistributedDataLoader(Generic[BatchT]):
             raise ConfigError("set_batch_size: batch_tokens= decides how many samples a batch has; leave it out")
         self._resources.check_open()
         share = replace(share, global_batch_size=batch_size * share.world_size)
-        self._run.position.check_share(share)
+        self._run.sampler.check_share(share)
         self._run.change_share(share, f"set_batch_size({batch_size})")
         if self._resources.log is not None:
-            self._resources.log.record_batch_size(*self._run.position.upcoming, share.global_batch_size)
+            self._resources.log.record_batch_size(*self._run.sampler.upcoming, share.global_batch_size)
 
     def set_weights(self, weights: Mapping[str, float], *, at: int | None = None) -> None:
         """Change the weights of a mixture's sources, by name, from the next batch on; each goes on where it was.

@@ -17,8 +17,8 @@ from ..pipeline.assembler import MOST_AT_ONCE, Equipment, Start, cut_step, hand_
 from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
 from ..pipeline.tuning import mean_row_bytes
-from ..positions.position import RunPosition
 from ..reading.bad.quarantine import ReplacesChunks
+from ..sampler.sampler import Sampler
 from ..sources.fields import check_fields
 from ..sources.kinds import Kind
 from ..sources.sources import Sources
@@ -38,7 +38,7 @@ class SpanAssembler:
         equipment: Equipment,
         start: Start,
         *,
-        position: RunPosition,
+        sampler: Sampler,
         sources: Sources,
         kinds: Sequence[Kind],
         last_batch: str,
@@ -51,9 +51,9 @@ class SpanAssembler:
         self._kinds = kinds
         self._share = start.share
         self._quarantine = quarantine
-        course = position.course(start.epoch, start.position)
-        self._planner = SpanPlanner(position.orders, start.share, course, last_batch)
-        self._rows = RowKinds(sources, kinds, position.orders, equipment.maker)
+        course = sampler.course(start.epoch, start.position)
+        self._planner = SpanPlanner(sampler.orders, start.share, course, last_batch)
+        self._rows = RowKinds(sources, kinds, sampler.orders, equipment.maker)
         self._gathering: Span | None = None
         self._next_uses: dict[int, int] | None = None
         # Rows are copied on the pool's threads, where the chunks that they keep meanwhile are no matter to the budget.

@@ -20,6 +20,7 @@ from ..order.outputs import keeper_ranks
 from ..order.plan import EpochPlan, share_bounds
 from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once
 from ..pipeline.delivery_queue import Delivery
+from ..sampler.mixture import StreamPlace
 from ..sources.fields import check_fields
 from ..sources.kinds import Kind
 from ..sources.quarantine import Quarantine
@@ -32,7 +33,6 @@ from ..streams.waiting import wait_for_ranks
 from ..streams.work import WindowWork
 from .dealing import Dealer, DealtSteps
 from .source_view import see_source
-from .stream_position import StreamPlace
 from .supply import SourceSupply
 
 _STRIDE = 64  # steps' outputs that are passed by together, of what was handed out before

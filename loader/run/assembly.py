@@ -10,12 +10,11 @@ from ..assembly.span_assembler import SpanAssembler
 from ..config.loader_config import LoaderConfig
 from ..config.mixture import Mixture
 from ..metrics import Counters
-from ..mixtures.position import MixturePosition
 from ..mixtures.stream_assembler import MixedStreamAssembler
-from ..mixtures.stream_position import MixedStreamPosition
 from ..pipeline.assembler import Assembler, Equipment, Start
-from ..positions.position import Position, RunPosition
-from ..positions.stream_position import StreamPosition
+from ..sampler.dataset import DatasetSchedule
+from ..sampler.mixture import MixtureSchedule
+from ..sampler.sampler import Sampler
 from ..sources.kinds import Kind
 from ..sources.quarantine import Quarantine
 from ..sources.sources import Sources
@@ -53,46 +52,34 @@ class Reading:
         )
 
 
-def make_position(config: LoaderConfig, sources: Sources) -> RunPosition:
+def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
     """The beginning of a run over ``sources``, with the indexes of costs that its order and shares need.
 
     Raises:
         ConfigError, PartitionError, DatasetError: no order is as asked for, or an index is not there.
     """
     order = {name: getattr(config, name) for name in ("seed", "shuffle", "lanes", "window", "piece")}
+    of = [(s.manifest.fingerprint, None if s.selection is None else s.selection.to_dict()) for s in sources]
     if isinstance(config.source, Mixture):
-        if not sources.are_streams:
-            return MixturePosition(config.source, sources, share=config.share, **order)
-        of = [
-            (source.manifest.fingerprint, None if s is None else s.to_dict())
-            for source in sources
-            for s in [source.selection]
-        ]
-        ledgers = _open_ledgers(f"mixture {of}", config)
-        return MixedStreamPosition(config.source, sources, ledgers=ledgers, share=config.share, **order)
-    [source] = sources
-    manifest, selection, reshaping = source.manifest, source.selection, source.reshaping
+        ledgers = _open_ledgers(f"mixture {of}", config) if sources.are_streams else None
+        return Sampler(MixtureSchedule(config.source, sources, share=config.share, ledgers=ledgers, **order))
+    [source], [(fingerprint, selected)] = sources, of
     share, bucket_costs = config.costs.open(
-        manifest, config.share, storage_options=config.storage_options, cache_dir=config.cache_dir
+        source.manifest, config.share, storage_options=config.storage_options, cache_dir=config.cache_dir
     )
-    options = {
+    schedule = DatasetSchedule(
+        source.manifest,
         **order,
-        "share": share,
-        "last_batch": config.last_batch,
-        "selection": selection,
-        "bucket": config.costs.bucket,
-        "bucket_costs": bucket_costs,
-    }
-    if reshaping is None:
-        return Position(manifest, **options)
-    packing = reshaping.packing_for(manifest)
-    return StreamPosition(
-        manifest,
-        ledgers=_open_ledgers(f"{manifest.fingerprint}/{selection and selection.to_dict()}", config),
-        packing=None if packing is None else (packing[0].fingerprint, packing[1]),
-        only_skips=reshaping.only_skips,
-        **options,
+        share=share,
+        last_batch=config.last_batch,
+        selection=source.selection,
+        bucket=config.costs.bucket,
+        bucket_costs=bucket_costs,
+        ledgers=_open_ledgers(f"{fingerprint}/{selected}", config) if sources.are_streams else None,
+        stream_kind=source.stream_kind,
+        only_skips=source.reshaping is not None and source.reshaping.only_skips,
     )
+    return Sampler(schedule)
 
 
 def _open_ledgers(identity: str, config: LoaderConfig) -> Ledgers:
@@ -102,7 +89,7 @@ def _open_ledgers(identity: str, config: LoaderConfig) -> Ledgers:
 
 
 def make_assembler(
-    config: LoaderConfig, position: RunPosition, reading: Reading, equipment: Equipment, start: Start
+    config: LoaderConfig, sampler: Sampler, reading: Reading, equipment: Equipment, start: Start
 ) -> Assembler:
     """What assembles batches from ``start`` on, with the threads and buffers of a pipeline."""
     sources, kinds, quarantine = reading.sources, reading.kinds, reading.quarantine
@@ -110,22 +97,23 @@ def make_assembler(
         return SpanAssembler(
             equipment,
             start,
-            position=position,
+            sampler=sampler,
             sources=sources,
             kinds=kinds,
-            last_batch="drop" if sources.is_mixed else config.last_batch,  # every batch of a mixture is full
+            last_batch=config.last_batch,
             quarantine=quarantine,
         )
     assert reading.ledgers is not None
-    if isinstance(position, MixedStreamPosition):
+    if isinstance(sampler.schedule, MixtureSchedule):
+        schedule = sampler.schedule
         return MixedStreamAssembler(
             equipment,
             start,
             sources=sources,
             kinds=kinds,
             quarantine=quarantine,
-            place=partial(position.place_at, start.epoch, start.position),
-            open_ledger=partial(position.open_ledger, ledgers=reading.ledgers),
+            place=partial(schedule.stream_place, start.epoch, start.position),
+            open_ledger=partial(schedule.open_ledger, ledgers=reading.ledgers),
             is_logged=reading.is_logged,
             counts=reading.counts,
         )

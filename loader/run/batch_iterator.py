@@ -28,7 +28,7 @@ class BatchIterator(Iterator[BatchT]):
         self._left_s = 0.0
 
     def __next__(self) -> BatchT:
-        run, position = self._run, self._run.position
+        run, sampler = self._run, self._run.sampler
         run.resources.check_process()
         if self._has_ended:
             raise StopIteration
@@ -39,9 +39,9 @@ class BatchIterator(Iterator[BatchT]):
             )
         if self._at is None:
             run.check_rank()
-        elif self._at != (position.epoch, position.times_set):
+        elif self._at != (sampler.epoch, sampler.times_set):
             self._end()
-        before = position.save(), self._at
+        before = sampler.save(), self._at
         if self._is_asked:
             raise ConfigError(
                 "next() of a pass was called before the last call had returned, by another thread or by a function "
@@ -57,11 +57,11 @@ class BatchIterator(Iterator[BatchT]):
             if run.resources.log is not None:
                 ids = item.ids if item.logged is None else item.logged
                 run.resources.log.record(item.epoch, item.start, item.stop, ids, item.dropped, item.left, item.replaced)
-            position.take(item)
-            if run.resources.log is not None and (tail := position.tail):
+            sampler.take(item)
+            if run.resources.log is not None and (tail := sampler.tail):
                 # Now, since a loop may leave here; its next pass or attempt begins behind the tail.
-                run.resources.log.record_drop(item.epoch, position.consumed, position.consumed + tail)
-            self._at = (position.epoch, position.times_set)
+                run.resources.log.record_drop(item.epoch, sampler.consumed, sampler.consumed + tail)
+            self._at = (sampler.epoch, sampler.times_set)
             self._left_s = time.perf_counter()
             batch: BatchT = item.batch
             self._is_asked = False
@@ -72,7 +72,7 @@ class BatchIterator(Iterator[BatchT]):
                 raise
             # After an interrupt, too: what was taken out of the queue and not handed out is not lost.
             saved, self._at = before
-            position.restore(saved)
+            sampler.restore(saved)
             run.resources.stop_pipeline()
             run.resources.tell_peers(exc)
             if isinstance(exc, StopIteration):
@@ -81,16 +81,16 @@ class BatchIterator(Iterator[BatchT]):
 
     def _take(self) -> Delivery | None:
         """The batch at the position; None where the epoch has ended, which the position then knows."""
-        run, position, is_first = self._run, self._run.position, self._at is None
+        run, sampler, is_first = self._run, self._run.sampler, self._at is None
         asked_s = time.perf_counter()
         while True:
-            if not is_first and run.running() is None and position.upcoming[0] != position.epoch:
-                position.skip_end()  # the pipeline that would have told the epoch's end is gone
+            if not is_first and run.running() is None and sampler.upcoming[0] != sampler.epoch:
+                sampler.skip_end()  # the pipeline that would have told the epoch's end is gone
                 return None
             item = run.pipeline().get()
             got_s = time.perf_counter()
             is_end = item.is_end
-            if not position.follows(item):
+            if not sampler.follows(item):
                 run.resources.stop_pipeline()  # an interrupt came between a move of the position and its end
             elif not is_end:
                 break
@@ -98,9 +98,9 @@ class BatchIterator(Iterator[BatchT]):
                 log = run.resources.log
                 if item.left is not None and log is not None:
                     log.record(item.epoch, item.start, item.stop, item.ids, item.dropped, item.left)
-                elif position.epoch == item.epoch and position.tail and log is not None:
-                    log.record_drop(item.epoch, position.consumed, item.stop)
-                position.take(item)
+                elif sampler.epoch == item.epoch and sampler.tail and log is not None:
+                    log.record_drop(item.epoch, sampler.consumed, item.stop)
+                sampler.take(item)
                 if not is_first:  # else it is the end of an epoch that another pass left after its last batch
                     return None
         run.counters.add(batches=1, samples=len(item.ids))

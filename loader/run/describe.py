@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..mixtures.position import MixturePosition
 from ..order.costs.buckets import BucketedOrder
 from ..pipeline.tuning import MemoryLimitWarning, PipelineOptions
+from ..sampler.mixture import MixtureSchedule
 from ..sources.sources import OpenSource
 from .run import Run
 
@@ -51,9 +51,10 @@ def _describe_sources(run: Run) -> Iterator[tuple[str, str]]:
 
 def _weights_now(run: Run) -> Sequence[float]:
     """The weights of a mixture's sources for the next batch."""
-    assert isinstance(run.position, MixturePosition)
-    _, _, here = run.position.cursor()
-    changes = run.position.plan.changes
+    schedule = run.sampler.schedule
+    assert isinstance(schedule, MixtureSchedule)
+    _, here = schedule.cursor_at(*run.sampler.upcoming)
+    changes = schedule.plan.changes
     return next(change.weights for change in reversed(changes) if change.position <= here.position)
 
 
@@ -67,15 +68,15 @@ def _describe_data(source: OpenSource) -> str:
 
 
 def _describe_order(run: Run) -> str:
-    config, order = run.config, run.position.order
+    config, order = run.config, run.sampler.order
     if not order.shuffle and order.lanes == 1:
         return "as stored (shuffle=False), in one lane"
     how = f"shuffled by seed {order.seed}" if order.shuffle else "as stored (shuffle=False)"
     why = "'auto': 4 a rank, at least 16" if config.lanes == "auto" else "as given"
     text = f"{how}, in {order.lanes} lanes ({why})"
     if order.shuffle:
-        windows = sorted({each.order.window for each in run.position.orders})
-        pieces = sorted({each.order.piece for each in run.position.orders})
+        windows = sorted({each.order.window for each in run.sampler.orders})
+        pieces = sorted({each.order.piece for each in run.sampler.orders})
         of = "chunks" if pieces == [0] else "rows" if pieces == [1] else f"pieces of {_range(pieces)} rows (0: chunks)"
         why = "'auto'" if config.window == "auto" else "as given"
         text += f", windows of {_range(windows)} {of} ({why})"
@@ -159,9 +160,9 @@ def _describe_batches(run: Run) -> str:
     if share.costs is not None:
         text += ", cut so that ranks' parts cost the same"
     try:
-        text += f"; {_count(run.position.steps_per_epoch, 'batch', 'es')} an epoch, last_batch={config.last_batch!r}"
+        text += f"; {_count(run.sampler.steps_per_epoch, 'batch', 'es')} an epoch, last_batch={config.last_batch!r}"
     except TypeError:
-        text += "; how many an epoch has, reading tells" if run.position.drops_samples else "; the epoch has no end"
+        text += "; how many an epoch has, reading tells" if run.sampler.drops_samples else "; the epoch has no end"
     bad = {"stop": "", "skip": "; bad samples are skipped", "replace": "; bad samples are replaced"}
     return text + bad[config.on_error]
 

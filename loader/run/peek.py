@@ -78,9 +78,9 @@ def peek(run: Run) -> Any:
             deliver=deliver,
             is_short=lambda: False,
         )
-        start = run.start(*run.position.pass_start)
+        start = run.start(*run.sampler.pass_start)
         try:
-            make_assembler(run.config, run.position, reading, equipment, start).run()
+            make_assembler(run.config, run.sampler, reading, equipment, start).run()
         except LoaderClosedError:  # it waited for what comes after the batch
             if not delivered:
                 raise

@@ -16,19 +16,18 @@ from ..decoding.workers.images import ImageProcesses, count_image_processes
 from ..decoding.workers.pool import WorkerPool
 from ..errors import ConfigError
 from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
-from ..mixtures.position import MixturePosition
 from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
 from ..pipeline.delivery_log import DeliveryLog
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.tuner import Tuner
 from ..pipeline.tuning import PipelineOptions, tune
-from ..positions.position import RunPosition
-from ..positions.uncounted import UncountedPosition
 from ..ranks.calls import Calls
 from ..ranks.detect import check_rank
 from ..ranks.naming import Attempt
 from ..reading.bad.samples import BadSamples
+from ..sampler.mixture import MixtureSchedule
+from ..sampler.sampler import Sampler
 from ..sources.kinds import group_kinds, open_kinds
 from ..sources.quarantine import Quarantine
 from ..sources.sources import OpenSource, Sources
@@ -39,23 +38,23 @@ _RECORDING = threading.Lock()
 
 
 class Run:
-    """A loader's sources, its position in their order, and the pipeline that is ahead of it.
+    """A loader's sources, where it is in their order, and the pipeline that is ahead of it.
 
     Of the passes over it only the newest may go on. Used by the training loop's thread only. Mutable state besides the
-    position and the resources: how many passes have begun.
+    sampler and the resources: how many passes have begun.
     """
 
     def __init__(
         self,
         config: LoaderConfig,
         sources: Sources,
-        position: RunPosition,
+        sampler: Sampler,
         resources: Resources,
         counters: Counters,
     ) -> None:
         self.config = config
         self.sources = sources
-        self.position = position
+        self.sampler = sampler
         self.resources = resources
         self.counters = counters
         self.begun = 0
@@ -64,7 +63,7 @@ class Run:
             kinds=open_kinds(config, sources),
             quarantine=Quarantine(sources, config.errors.max_bad_chunks),
             counts=[Counters() for _ in sources],
-            ledgers=position.ledgers if isinstance(position, UncountedPosition) else None,
+            ledgers=None if sampler.schedule.unsized is None else sampler.schedule.unsized.ledgers,
             is_logged=config.audit_dir is not None,
         )
         self.batch_options = self._choose_batch_options()
@@ -78,7 +77,7 @@ class Run:
     @property
     def share(self) -> Share:
         """This rank's part of global batches."""
-        return self.position.share
+        return self.sampler.share
 
     def check_rank(self) -> None:
         """Raise ConfigError where torch.distributed now says another rank than the loader was made for."""
@@ -165,14 +164,14 @@ class Run:
     def begin(self) -> None:
         """Begin a pass from the epoch's beginning, or from the state just loaded."""
         self.resources.check_open()
-        if self.position.begin_pass():
+        if self.sampler.begin_pass():
             self.resources.stop_pipeline()  # it is ahead in an epoch that begins anew
         self.begun += 1
 
     def note_call(self, text: str, upcoming: tuple[int, int] | None = None) -> None:
         """Note a call that every rank must make alike; ``upcoming``: the position before it, if not that of now."""
         if self.resources.calls is not None:
-            self.resources.calls.note(text, upcoming or self.position.upcoming, self.begun)
+            self.resources.calls.note(text, upcoming or self.sampler.upcoming, self.begun)
 
     def _note_move(self) -> None:
         if self.resources.calls is not None:
@@ -182,7 +181,7 @@ class Run:
         """Raise ConfigError where another rank has called what this one should have called by now."""
         calls = self.resources.calls
         if calls is not None and calls.lacks_one:
-            calls.check(self.position.upcoming, self.begun)
+            calls.check(self.sampler.upcoming, self.begun)
 
     # -- moves --------------------------------------------------------------------------------------------------------
 
@@ -190,18 +189,18 @@ class Run:
         """Go to the beginning of an epoch, unless a state that was just loaded is inside it."""
         self.resources.check_open()
         self._note_move()
-        if self.position.set_epoch(epoch):
+        if self.sampler.set_epoch(epoch):
             self.resources.stop_pipeline()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was saved. Raises StateMismatchError where that means nothing here."""
-        loaded = self.position.check_state(state)
+        loaded = self.sampler.check_state(state)
         self.resources.check_open()
         self.resources.stop_pipeline()
         self._note_move()
         if self.resources.log is not None:
             self.resources.log.record_load(loaded.epoch, loaded.consumed)
-        self.position.load(loaded, self._record_rest)
+        self.sampler.load(loaded, self._record_rest)
 
     def skip(self, count: int) -> None:
         """Go on some global batches further, without reading them."""
@@ -210,22 +209,22 @@ class Run:
         self.note_call(f"skip_batches({count})")
         self._note_move()
         log = self.resources.log
-        self.position.skip(count, (lambda *_: None) if log is None else log.record_skip, self._record_rest)
+        self.sampler.skip(count, (lambda *_: None) if log is None else log.record_skip, self._record_rest)
 
     def change_share(self, share: Share, call: str) -> None:
         """Cut global batches otherwise from the next one on, as all ranks do that make this ``call``."""
         self.resources.check_open()
         self.note_call(call)
         self.resources.stop_pipeline()
-        self.position.change_share(share, self._record_rest)
+        self.sampler.change_share(share, self._record_rest)
 
     def set_weights(self, weights: Mapping[str, float], at: int | None) -> None:
         """Change the weights of a mixture's sources from the next batch, or from position ``at``, on."""
-        if not isinstance(self.position, MixturePosition):
+        if not self.sources.is_mixed:
             raise ConfigError("set_weights on a loader of one data set; it is for a Mixture of several")
         self.resources.check_open()
-        before = self.position.upcoming
-        self.position.set_weights(weights, at)
+        before = self.sampler.upcoming
+        self.sampler.set_weights(weights, at)
         named = {name: float(weight) for name, weight in sorted(weights.items())}
         self.note_call(f"set_weights({named}{'' if at is None else f', at={int(at)}'})", before)
         self.resources.stop_pipeline()
@@ -275,7 +274,7 @@ class Run:
             options=self.tune(),
             counters=self.counters,
             make_assembler=self._make_assembler,
-            start=self.start(self.position.epoch, self.position.consumed),
+            start=self.start(self.sampler.epoch, self.sampler.consumed),
             workers=self.resources.workers,
             images=self.resources.images,
             replacer=self._replacer,
@@ -284,22 +283,22 @@ class Run:
         )
 
     def _make_assembler(self, equipment: Equipment, start: Start) -> Assembler:
-        return make_assembler(self.config, self.position, self.reading, equipment, start)
+        return make_assembler(self.config, self.sampler, self.reading, equipment, start)
 
     def start(self, epoch: int, consumed: int) -> Start:
         """Where a pipeline begins for a position that is the upcoming one, or an epoch's beginning."""
-        cursors = self.position.cursors() if consumed else None
-        return Start(order=self.position.order, share=self.share, epoch=epoch, position=consumed, cursors=cursors)
+        cursors = self.sampler.cursors() if consumed else None
+        return Start(order=self.sampler.order, share=self.share, epoch=epoch, position=consumed, cursors=cursors)
 
     def tune(self) -> PipelineOptions:
         """How much a pipeline that starts now does at once."""
         sources, tuning = self.sources, self.config.tuning
         others = []
         if sources.is_mixed:
-            others = [(one.manifest, own.order) for one, own in zip(sources, self.position.orders, strict=True)]
+            others = [(one.manifest, own.order) for one, own in zip(sources, self.sampler.orders, strict=True)]
         return tune(
             sources.manifest,
-            self.position.order,
+            self.sampler.order,
             world_size=self.share.world_size,
             memory_limit=tuning.memory_bytes,
             threads=tuning.first_decode_threads,
@@ -323,16 +322,17 @@ class Run:
     def metrics(self) -> LoaderMetrics:
         """The numbers of now; of a mixture also how far the run is in each source."""
         metrics = self.counters.metrics(self.resources.levels(), self.resources.count_store())
-        if not isinstance(self.position, MixturePosition):
+        schedule, upcoming = self.sampler.schedule, self.sampler.upcoming
+        if not isinstance(schedule, MixtureSchedule):
             return metrics
-        _, _, here = self.position.cursor()
+        _, here = schedule.cursor_at(*upcoming)
         progress = {}
         for number, (source, taken) in enumerate(zip(self.sources, here.taken, strict=True)):
             length = None if source.packer is not None else source.manifest.config.get("seq_len")
             packed = self.reading.counts[number].totals()
             progress[source.name] = SourceProgress(
                 samples=taken,
-                epochs=self.position.count_epochs(number, taken),
+                epochs=schedule.count_epochs(number, taken, upcoming),
                 tokens=None if length is None else taken * int(length),
                 packed_documents=packed.packed_documents,
                 packed_tokens=packed.packed_tokens,

@@ -36,5 +36,5 @@ def _ids_of(source: OpenSource) -> range | SelectedIds:
 
 def _work_on(run: Run, number: int) -> RowWork:
     """What is done to a sample of a source, with the random numbers of its order, which a loaded state may bring."""
-    options, seed = run.sources[number].options, run.position.orders[number].order.seed
+    options, seed = run.sources[number].options, run.sampler.orders[number].order.seed
     return replace(run.batch_options, transform=options.transform, may_drop=options.may_drop, seed=seed).work

@@ -21,11 +21,11 @@ from penstock.loader.decoding.workers import pool as worker_pool
 from penstock.loader.decoding.workers.process import Worker, start_process
 from penstock.loader.pipeline.delivery_log import DeliveryLog
 from penstock.loader.pipeline.pipeline import Pipeline
-from penstock.loader.positions.position import Position
 from penstock.loader.reading.chunk_reader import ChunkReader
 from penstock.loader.run.batch_iterator import BatchIterator
 from penstock.loader.run.resources import Resources
 from penstock.loader.run.run import Run
+from penstock.loader.sampler.sampler import Sampler
 
 SAMPLES = 30
 PARTS: dict[str, list[Callable[..., Any]]] = {
@@ -33,14 +33,14 @@ PARTS: dict[str, list[Callable[..., Any]]] = {
         BatchIterator.__next__,
         BatchIterator._take,
         BatchIterator._end,
-        Position.advance,
+        Sampler.advance,
         DeliveryLog.record,
     ],
     "the beginning of a pass": [
         DistributedDataLoader.__iter__,
         Run.begin,
         BatchIterator.__init__,
-        Position.begin_pass,
+        Sampler.begin_pass,
     ],
     "the construction of a pipeline": [
         Run.pipeline,

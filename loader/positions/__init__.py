@@ -1,1 +1,0 @@
-"""Where a loader stands, and how far it may go on."""

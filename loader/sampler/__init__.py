@@ -1,0 +1,1 @@
+"""Where a run stands in its order, and how that is saved."""

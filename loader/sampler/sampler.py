@@ -1,0 +1,247 @@
+"""The sampler: where a loader is in its run, what comes next, and how both are saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..errors import ConfigError
+from ..order.costs.steps import skip_steps
+from ..order.cursors import Cursors
+from ..order.plan import Order, Share
+from ..order.spans import Course, SourceOrder
+from ..pipeline.delivery_queue import Delivery
+from .schedule import Schedule, State
+
+Report = Callable[[int, int, int], None]  # gets positions of an epoch: (epoch, start, stop)
+
+
+class MixtureChangedWarning(UserWarning):
+    """A state was loaded into a mixture of other sources or weights; says what became of each."""
+
+
+def ignore(epoch: int, start: int, stop: int) -> None:
+    """Report to nobody."""
+
+
+class Sampler:
+    """The first sample of a run that has not been handed out.
+
+    The first ``consumed`` positions of ``epoch`` have been handed out. Where no batch is left of an epoch, ``epoch``
+    stays what it is until the next one begins, so that it is the epoch of the last batch; ``upcoming`` tells where that
+    next batch is. ``is_loaded`` says that no batch was handed out since a state was loaded, ``times_set`` how often an
+    epoch was set. Used by the training loop's thread only.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.epoch, self.consumed = 0, 0
+        self.is_loaded = False
+        self.times_set = 0
+        self._unsized = schedule.unsized
+
+    @property
+    def order(self) -> Order:
+        """The part of the order of samples that all sources share, beside the data."""
+        return self.schedule.order
+
+    @property
+    def orders(self) -> Sequence[SourceOrder]:
+        """The order of each source."""
+        return self.schedule.orders
+
+    @property
+    def share(self) -> Share:
+        """The part of global batches that is this rank's."""
+        return self.schedule.share
+
+    @property
+    def drops_samples(self) -> bool:
+        """Whether only reading tells how many batches an epoch has."""
+        return self._unsized is not None
+
+    # -- what comes next ------------------------------------------------------------------------------------------
+
+    @property
+    def upcoming(self) -> tuple[int, int]:
+        """Where the next batch is, as (epoch, consumed): here, or at the beginning of the next epoch."""
+        if self._unsized is None:
+            has_more = self.schedule.steps(self.epoch).ahead(self.consumed, 1) > 0
+        else:
+            has_more = not self._unsized.has_ended
+        return (self.epoch, self.consumed) if has_more else (self.epoch + 1, 0)
+
+    @property
+    def pass_start(self) -> tuple[int, int]:
+        """Where a pass would begin now, as (epoch, consumed)."""
+        return (self.epoch, self.consumed) if self.is_loaded else (self.upcoming[0], 0)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of a whole epoch; of ``batch_tokens`` each epoch has a number of its own, which takes a scan.
+
+        Raises:
+            TypeError: only reading tells, or the epoch never ends.
+        """
+        self._refuse_unsized()
+        return self.schedule.count_steps((self.epoch, self.consumed), self.upcoming)
+
+    @property
+    def steps_left(self) -> int:
+        """Batches from here to the epoch's end. Raises TypeError where ``steps_per_epoch`` does."""
+        self._refuse_unsized()
+        return self.schedule.steps(self.epoch).count(self.consumed)
+
+    def _refuse_unsized(self) -> None:
+        if self._unsized is not None:
+            raise TypeError(
+                f"{self.schedule.subject} has no number of batches: what is made of them is known once it is read; "
+                "iterate over it, without len() and without a DataLoader of torch's around it"
+            )
+
+    @property
+    def tail(self) -> int:
+        """Samples of the epoch that are left here and dropped, because they fill no batch of ``batch_tokens``."""
+        return 0 if self.share.budget is None else self._rest_at(self.epoch, self.consumed)
+
+    def _rest_at(self, epoch: int, consumed: int) -> int:
+        return 0 if self._unsized is not None else self.schedule.rest_at(epoch, consumed)
+
+    def course(self, epoch: int, consumed: int) -> Course:
+        """What the run takes from a place on: the upcoming one, or the beginning of an epoch."""
+        return self.schedule.course(epoch, consumed)
+
+    def cursors(self) -> Cursors | None:
+        """Where each lane of a data set stands before the next batch, where that is not arithmetic."""
+        if self._unsized is None or self._unsized.is_mixed:
+            return None
+        [lap] = self._unsized.laps_at(*self.upcoming)
+        return self._unsized.cursors_at(0, lap)
+
+    # -- what moves it --------------------------------------------------------------------------------------------
+
+    def follows(self, item: Delivery) -> bool:
+        """Whether a delivery, a batch or the end of an epoch, is the one that comes next here."""
+        if self._unsized is not None and item.is_end and (item.epoch, item.start) == (self.epoch, self.consumed):
+            return True  # nothing is left here: of the rest, no global batch of this size can be made
+        return self.upcoming == ((item.epoch + 1, 0) if item.is_end else (item.epoch, item.start))
+
+    def advance(self, epoch: int, consumed: int) -> None:
+        """Note that a batch was handed out, up to position ``consumed`` of ``epoch``."""
+        self.epoch, self.consumed, self.is_loaded = epoch, consumed, False
+
+    def take(self, item: Delivery) -> None:
+        """Note that a delivery was taken: a batch was handed out, or an epoch has ended."""
+        self.advance(*((item.epoch + 1, 0) if item.is_end else (item.epoch, item.stop)))
+        self.schedule.take(item)
+
+    def save(self) -> tuple[Any, ...]:
+        """Where it is, for ``restore``."""
+        read = None if self._unsized is None else (self._unsized.has_ended, self._unsized.here)
+        return self.epoch, self.consumed, self.is_loaded, read
+
+    def restore(self, saved: tuple[Any, ...]) -> None:
+        """Go back to where it was when ``save`` returned this."""
+        self.epoch, self.consumed, self.is_loaded, read = saved
+        if self._unsized is not None:
+            self._unsized.has_ended, self._unsized.here = read
+
+    def _go_to(self, epoch: int, consumed: int, *, is_back: bool = False) -> None:
+        self.epoch, self.consumed = epoch, consumed
+        if self._unsized is not None:
+            self._unsized.has_ended = False
+        self.schedule.go_to(epoch, consumed, is_back=is_back)
+
+    def begin_pass(self) -> bool:
+        """Go to where a pass begins: to the upcoming epoch's beginning, or nowhere if a state was just loaded.
+
+        Returns whether that is another place than the upcoming one, so that what was read ahead is of no use.
+        """
+        moved = self.upcoming != self.pass_start
+        self._go_to(*self.pass_start)
+        return moved
+
+    def set_epoch(self, epoch: int) -> bool:
+        """Go to an epoch's beginning, unless a state just loaded is inside it; returns what ``begin_pass`` returns."""
+        self.schedule.check_epoch(epoch)
+        if self.is_loaded and epoch == self.epoch:
+            return False
+        moved, is_back = self.upcoming != (epoch, 0), epoch < self.epoch
+        self.is_loaded = False
+        self.times_set += 1
+        self._go_to(epoch, 0, is_back=is_back)
+        return moved
+
+    def skip_end(self, report: Report = ignore) -> None:
+        """Go to the next epoch's beginning if no batch is left here.
+
+        ``report`` gets what is left and fills none, where arithmetic tells, as (epoch, start, stop).
+        """
+        self._report_rest(self.epoch, self.consumed, report)
+        self.epoch, self.consumed = self.upcoming
+        if self._unsized is not None:
+            self._unsized.has_ended = False
+
+    def _report_rest(self, epoch: int, consumed: int, report: Report) -> None:
+        if rest := self._rest_at(epoch, consumed):
+            report(epoch, consumed, consumed + rest)
+
+    def skip(self, steps: int, report: Report, report_rest: Report = ignore) -> None:
+        """Go to where a loaded state would be that is ``steps`` batches on, through the ends of epochs.
+
+        ``report`` gets the positions passed over as (epoch, start, stop), ``report_rest`` what fills no batch at the
+        end of an epoch; if one raises, this stays where it was.
+        """
+        if steps and self._unsized is not None:
+            raise ConfigError(
+                f"skip_batches({steps}) of {self.schedule.subject}: which samples these batches have is known only by "
+                "reading them; take them from an iterator instead"
+            )
+        ended = partial(self._report_rest, report=report_rest)
+        self.epoch, self.consumed = skip_steps(*self.upcoming, steps, self.schedule.steps, report, ended)
+        self.is_loaded = True
+        if self._unsized is not None:
+            self._unsized.has_ended = False
+
+    def check_share(self, share: Share) -> None:
+        """Raise PartitionError if an epoch has no batch with this share."""
+        self.schedule.check_share(share)
+
+    def change_share(self, share: Share, report: Report = ignore) -> None:
+        """From the upcoming batch on, cut global batches as ``share`` says, which ``check_share`` has seen.
+
+        ``report`` as of ``skip_end``, of what only the new batches do not fit into.
+        """
+        self.skip_end()  # of what had no batch left before
+        self.schedule.set_share(share, (self.epoch, self.consumed))
+        self.skip_end(report)
+
+    def set_weights(self, weights: Mapping[str, float], at: int | None) -> None:
+        """Change weights by name, from the upcoming batch on or from the first at position ``at`` of the run on."""
+        here = self.upcoming
+        self.schedule.set_weights(weights, at, here)
+        self._go_to(*here)
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def to_state(self) -> State:
+        """The upcoming place with what makes it good for another loader: the data's identity and the order."""
+        return self.schedule.to_state(*self.upcoming)
+
+    def check_state(self, state: Mapping[str, Any]) -> Any:
+        """Read a state that is to be continued here.
+
+        Raises:
+            StateMismatchError: the state is of another data set, seed or order, or damaged; names what differs.
+        """
+        return self.schedule.check_state(state)
+
+    def load(self, state: Any, report: Report = ignore) -> None:
+        """Take over the order and place of a state that ``check_state`` returned; ``report`` as of ``skip_end``."""
+        (self.epoch, self.consumed), news = self.schedule.load(state)
+        self.is_loaded = True
+        self.skip_end(report)
+        if news:
+            warnings.warn("the mixture is not the state's: " + "; ".join(news), MixtureChangedWarning, stacklevel=4)

@@ -1,0 +1,107 @@
+"""Schedules: the order of a run, where its epochs begin and end, and how a place in it is saved."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from ..errors import ConfigError
+from ..order.costs.steps import Steps
+from ..order.plan import Order, Share
+from ..order.spans import Course, SourceOrder
+from ..pipeline.delivery_queue import Delivery
+from .unsized import Unsized
+
+Place = tuple[int, int]  # an epoch, and how many of its positions are consumed
+
+
+class State(Protocol):
+    """A place as it is saved."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def consumed(self) -> int: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class Schedule(ABC):
+    """The schedule of one data set, or of a mixture. Used by the training loop's thread only.
+
+    ``share`` is what is cut out of global batches. ``unsized`` knows what only reading tells; None where arithmetic
+    tells how many batches an epoch has.
+    """
+
+    subject: ClassVar[str]  # of the error that there is no number of batches
+    share: Share
+    unsized: Unsized | None = None
+
+    @property
+    @abstractmethod
+    def order(self) -> Order:
+        """The part of the order that all sources share."""
+
+    @property
+    @abstractmethod
+    def orders(self) -> Sequence[SourceOrder]:
+        """The order of each source."""
+
+    @abstractmethod
+    def course(self, epoch: int, consumed: int) -> Course:
+        """What the run takes from a place on: the upcoming one, or the beginning of an epoch."""
+
+    @abstractmethod
+    def steps(self, epoch: int) -> Steps:
+        """The batches of an epoch."""
+
+    def count_steps(self, here: Place, upcoming: Place) -> int:
+        """Batches of a whole epoch, ``here`` being where the last batch ended. Raises TypeError where none can tell."""
+        return self.steps(here[0]).count(0)
+
+    def rest_at(self, epoch: int, consumed: int) -> int:
+        """Samples of an epoch that are left at a place and fill no batch, where arithmetic tells."""
+        return 0
+
+    @abstractmethod
+    def check_share(self, share: Share) -> None:
+        """Raise PartitionError if an epoch has no batch with this share."""
+
+    def set_share(self, share: Share, here: Place) -> None:
+        """Cut global batches as ``share`` says from the upcoming batch on, which is ``here``."""
+        self.share = share
+
+    @abstractmethod
+    def check_epoch(self, epoch: int) -> None:
+        """Raise ConfigError where nobody knows where an epoch begins."""
+
+    @abstractmethod
+    def go_to(self, epoch: int, consumed: int, *, is_back: bool) -> None:
+        """Note that the run goes to a place that no batch led to; ``is_back``: in an earlier epoch."""
+
+    def take(self, item: Delivery) -> None:
+        """Note that a delivery was taken."""
+        if self.unsized is not None:
+            self.unsized.take(item)
+
+    def set_weights(self, weights: Mapping[str, float], at: int | None, here: Place) -> None:
+        """Change the weights of sources by name, from the upcoming batch, ``here``, or from the first at ``at`` on."""
+        raise ConfigError("set_weights on a loader of one data set; it is for a Mixture of several")
+
+    @abstractmethod
+    def to_state(self, epoch: int, consumed: int) -> State:
+        """The upcoming place with what makes it good for another loader: the data's identity and the order."""
+
+    @abstractmethod
+    def check_state(self, state: Mapping[str, Any]) -> Any:
+        """Read a state that is to be continued here.
+
+        Raises:
+            StateMismatchError: the state is of another data set, seed or order, or damaged; names what differs.
+        """
+
+    @abstractmethod
+    def load(self, state: Any) -> tuple[Place, Sequence[str]]:
+        """Take over the order of a state that ``check_state`` returned: its place, and what to warn of."""

@@ -1,0 +1,97 @@
+"""Epochs without a known size: where samples are dropped or packed, only reading tells where lanes and sources are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..order.cursors import Cursors
+from ..order.mixtures.laps import Lap
+from ..order.plan import Share
+from ..order.spans import SourceOrder
+from ..pipeline.delivery_queue import Delivery
+from ..streams.assembler import order_key
+from ..streams.ledger import EpochLedger, Ledgers
+from ..streams.plain_ledger import PlainLedger
+
+Laps = tuple[Lap, ...]  # of all sources
+
+
+class Unsized:
+    """What batches have told of the sources of a run, beside what ranks tell each other in ``ledgers``.
+
+    ``kinds`` say what is done to each source's samples, as far as states know; empty where all are delivered.
+    Mutable state: the laps of a mixture's sources at the beginnings of the epochs that are known, and here; of each
+    source, the cursors that were asked for last; and whether the epoch ``has_ended``.
+    """
+
+    def __init__(
+        self,
+        ledgers: Ledgers,
+        kinds: Sequence[Mapping[str, Any]],
+        orders: Callable[[], Sequence[SourceOrder]],
+        *,
+        is_mixed: bool,
+    ) -> None:
+        self.ledgers = ledgers
+        self.kinds = kinds
+        self.has_ended = False
+        self._orders = orders
+        self.is_mixed = is_mixed
+        self.here: Laps = tuple(Lap() for _ in kinds)
+        self.starts = {0: self.here}
+        self._cursors: dict[int, tuple[Lap, Cursors]] = {}
+
+    def laps_at(self, epoch: int, consumed: int) -> Laps:
+        """Where the sources are at the upcoming place, or at the beginning of an epoch."""
+        if not self.is_mixed:
+            return (Lap(epoch, consumed),)
+        return self.here if consumed else self.starts[epoch]
+
+    def take(self, item: Delivery) -> None:
+        """Note that a delivery was taken, of the place that is upcoming."""
+        self.has_ended = item.is_last
+        if not self.is_mixed:
+            self.ledgers.forget(item.epoch)
+        elif item.laps is not None:  # else it is an epoch's end, which its last batch told already
+            self.here = tuple(item.laps)
+            if item.is_last:
+                self.starts[item.epoch + 1] = self.here
+            for number, start in enumerate(self.starts[item.epoch + item.is_last]):
+                self.ledgers.forget(start.epoch, self._key(number))
+
+    def forget_after(self, epoch: int) -> None:
+        """Forget the epochs behind one, where the run went back."""
+        self.starts = {number: laps for number, laps in self.starts.items() if number <= epoch}
+
+    def load(self, epoch: int, starts: Laps, here: Laps, cursors: Mapping[int, Cursors]) -> None:
+        """Go to a loaded place: the laps where its epoch began, and there, with cursors of sources as far as known."""
+        self.has_ended = False
+        self.starts, self.here = {epoch: starts}, here
+        self._cursors = {number: (here[number], known) for number, known in cursors.items()}
+
+    def cursors_at(self, number: int, lap: Lap) -> Cursors:
+        """At which inputs of its lanes work on a source begins again."""
+        if not lap.outputs:
+            return Cursors.at_start(self._orders()[number].order.lanes)
+        known = self._cursors.get(number)
+        if known is None or known[0] != lap:
+            ledger = self.ledgers.open(self._key(number), self._orders()[number].order.lanes, lap.epoch)
+            known = self._cursors[number] = lap, ledger.cursors_at(lap.outputs)
+        return known[1]
+
+    def open_ledger(self, number: int, epoch: int, share: Share, ledgers: Ledgers | None = None) -> EpochLedger:
+        """What is known of an epoch of a source; of ``ledgers`` if given."""
+        source = self._orders()[number]
+        lanes = source.order.lanes
+        if not self.kinds[number]:
+            return PlainLedger(source.num_samples, lanes=lanes, rank=share.rank, world_size=share.world_size)
+        return (ledgers or self.ledgers).open(self._key(number), lanes, epoch)
+
+    def find_ledger(self, number: int, epoch: int) -> EpochLedger | None:
+        """The ledger of an epoch of a source, if it has been opened."""
+        return self.ledgers.find(self._key(number), epoch)
+
+    def _key(self, number: int) -> str:
+        key = order_key(self._orders()[number].order)
+        return f"{number}-{key}" if self.is_mixed else key
