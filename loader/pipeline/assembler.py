@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
@@ -102,6 +103,16 @@ def steps_at_once(options: PipelineOptions, rows: int, row_bytes: int) -> int:
 def pick_uses(chunks: Sequence[int], uses: Mapping[int, int]) -> dict[int, int]:
     """When each of some chunks is used next; those that are in no window are last."""
     return {chunk: uses.get(chunk, _NEVER) for chunk in chunks}
+
+
+@contextmanager
+def time_assembly(counters: Counters, **amounts: float) -> Iterator[None]:
+    """Count what is done meanwhile, but for waits for chunks, as assembling, with ``amounts``; nothing if it raises."""
+    waited, started = counters.totals().chunk_wait_s, time.perf_counter()
+    yield
+    waited = counters.totals().chunk_wait_s - waited
+    busy = max(0.0, time.perf_counter() - started - waited)
+    counters.add(since=started, assemble_s=busy, **amounts)
 
 
 def hand_over(equipment: Equipment, item: Delivery, since: float) -> bool:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..assembly.span_assembler import SpanAssembler
 from ..config.loader_config import LoaderConfig
 from ..config.mixture import Mixture
 from ..metrics import Counters
-from ..mixtures.stream_assembler import MixedStreamAssembler
 from ..pipeline.assembler import Assembler, Equipment, Start
+from ..ranks.channel import MemoryChannel, number_loader, open_channel
+from ..ranks.ledger import Ledgers
 from ..sampler.dataset import DatasetSchedule
 from ..sampler.mixture import MixtureSchedule
 from ..sampler.sampler import Sampler
 from ..sources.kinds import Kind
 from ..sources.quarantine import Quarantine
 from ..sources.sources import Sources
-from ..streams.assembler import StreamAssembler
-from ..streams.channel import MemoryChannel, number_loader, open_channel
-from ..streams.ledger import Ledgers
-from ..streams.make_work import make_work
+from ..streams.assembler import assemble_mixture, assemble_one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,25 +103,20 @@ def make_assembler(
             quarantine=quarantine,
         )
     assert reading.ledgers is not None
+    of_all: dict[str, Any] = {
+        "sources": sources,
+        "kinds": kinds,
+        "quarantine": quarantine,
+        "is_logged": reading.is_logged,
+    }
     if isinstance(sampler.schedule, MixtureSchedule):
         schedule = sampler.schedule
-        return MixedStreamAssembler(
+        return assemble_mixture(
             equipment,
-            start,
-            sources=sources,
-            kinds=kinds,
-            quarantine=quarantine,
-            place=partial(schedule.stream_place, start.epoch, start.position),
+            start.share,
+            place=schedule.stream_place(start.epoch, start.position),
             open_ledger=partial(schedule.open_ledger, ledgers=reading.ledgers),
-            is_logged=reading.is_logged,
             counts=reading.counts,
+            **of_all,
         )
-    return StreamAssembler(
-        equipment,
-        start,
-        last_batch=config.last_batch,
-        selection=sources[0].selection,
-        make_work=partial(make_work, sources[0], quarantine=quarantine),
-        is_logged=reading.is_logged,
-        ledgers=reading.ledgers,
-    )
+    return assemble_one(equipment, start, ledgers=reading.ledgers, last_batch=config.last_batch, **of_all)

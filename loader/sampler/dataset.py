@@ -20,7 +20,7 @@ from ..order.plan import Order, Share, lane_offsets, lane_sizes, lane_turns, req
 from ..order.selecting.selection import Selection
 from ..order.spans import SourceOrder
 from ..order.state import PACKING, LoaderState
-from ..streams.ledger import Ledgers
+from ..ranks.ledger import Ledgers
 from .schedule import Place, Schedule
 from .unsized import Unsized
 

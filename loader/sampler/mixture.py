@@ -24,8 +24,8 @@ from ..order.permutation import IntArray, stream_key
 from ..order.plan import Order, Share, lane_sizes
 from ..order.spans import SourceOrder
 from ..pipeline.delivery_queue import Delivery
+from ..ranks.ledger import EpochLedger, Ledgers
 from ..sources.sources import OpenSource, Sources
-from ..streams.ledger import EpochLedger, Ledgers
 from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream, yields_alike
 from .schedule import Place, Schedule
 from .unsized import Laps, Unsized

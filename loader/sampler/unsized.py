@@ -10,9 +10,7 @@ from ..order.mixtures.laps import Lap
 from ..order.plan import Share
 from ..order.spans import SourceOrder
 from ..pipeline.delivery_queue import Delivery
-from ..streams.assembler import order_key
-from ..streams.ledger import EpochLedger, Ledgers
-from ..streams.plain_ledger import PlainLedger
+from ..ranks.ledger import EpochLedger, Ledgers, PlainLedger, order_key
 
 Laps = tuple[Lap, ...]  # of all sources
 

@@ -1,129 +1,389 @@
-"""The assembler of a loader that drops samples: epoch after epoch, the outputs of lanes."""
+"""The assembler of streams: batches of one data set, or of a mixture, of which samples are dropped or packed.
+
+Only reading tells how many outputs a lane yields, so ranks tell each other::
+
+    lane            the samples of one lane, in the order of the plan (``EpochPlan``)
+      |  read ahead and worked on window by window: ``LaneBuffers`` run a source's ``LaneTransform``
+    outputs         what keep=, transform= and packing= leave of them, numbered by lane
+      |  counted, and posted to all ranks through the ``EpochLedger``
+    agreed totals   how far all lanes are known to reach, where one ends, how many outputs an epoch has
+      |  laid end to end, epoch after epoch: a ``SourceStream`` for each source
+    steps           what the next global batches take of each epoch of each source
+      |  cut into the ranks' shares by the ``Dealer``
+    batches         those of this rank, with what was dropped on the way to them
+
+One data set and a mixture differ in where epochs end (``Epochs``), and in where an epoch's tail begins (``TailRule``).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import xxhash
 
+from ..columns import IntArray
+from ..decoding.batch import UnfinishedBatch
 from ..errors import PartitionError
+from ..metrics import Counters
 from ..order.cursors import Cursors
-from ..order.plan import EpochPlan, Order, next_power_of_two, share_bounds
-from ..order.selecting.selection import Selection
-from ..pipeline.assembler import Equipment, Start, pick_uses, steps_at_once
-from ..pipeline.tuning import mean_row_bytes
-from .epoch_run import EpochRun, StreamOptions
-from .epoch_supply import FeedOptions
-from .ledger import Ledgers
-from .work import WindowWork
+from ..order.outputs import keeper_ranks, lanes_of_share
+from ..order.plan import Share, lane_turns, share_bounds
+from ..order.spans import SourceOrder
+from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once, time_assembly
+from ..pipeline.delivery_log import to_keys
+from ..pipeline.delivery_queue import Delivery
+from ..ranks.channel import wait_for_ranks
+from ..ranks.ledger import EpochLedger, Ledgers, order_key
+from ..sampler.mixture import StreamPlace
+from ..sources.fields import check_fields
+from ..sources.kinds import Kind
+from ..sources.quarantine import Quarantine
+from ..sources.sources import Sources
+from .dealing import Dealer, DealtIds, DealtSteps
+from .epoch_supply import EpochSupply
+from .epochs import CutEpochs, Epochs, JoinedEpochs, Steps
+from .source_stream import SourceStream, TailRule
+from .source_view import choose_lane_options, equipment_of, make_transform
 
-_ANCHOR_BYTES = 1 << 18  # about so much of a lane is worked on again at a resume
-_MOST_SAMPLES = 1024  # of one round
+_STRIDE = 64  # steps' outputs that are passed by together, of what was handed out before
+_AHEAD_AT_ONCE = 8
+_PATIENCE = 16  # spans for which a mixture keeps a lane of another rank that was needed
+_NO_IDS: IntArray = np.empty(0, np.int64)
+
+OpenLedger = Callable[[int, int], EpochLedger]
 
 
 class StreamAssembler:
-    """Runs epochs; what they have in common. Used by the pipeline's thread."""
+    """Deals what the streams of all sources have agreed upon. Used by the pipeline's thread.
+
+    Mutable state: a stream for each source that has been taken of, and where the run is (``epochs``).
+    """
 
     def __init__(
         self,
         equipment: Equipment,
-        start: Start,
+        share: Share,
         *,
-        last_batch: str,
-        selection: Selection | None,
-        make_work: Callable[[Equipment], WindowWork],
+        sources: Sources,
+        kinds: Sequence[Kind],
+        orders: Sequence[SourceOrder],
+        epochs: Epochs,
+        last_batch: str | None,
+        quarantine: Quarantine,
+        open_ledger: OpenLedger,
         is_logged: bool,
-        ledgers: Ledgers,
+        counts: Sequence[Counters] = (),
     ) -> None:
+        """By source: ``orders``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
+
+        ``kinds`` are those of single sources, in their order. ``last_batch``: None in a mixture.
+        """
         self._equipment = equipment
-        self._start = start
-        self._selection = selection
-        self._ledgers = ledgers
-        self._work = make_work(equipment)
-        world_size = start.share.world_size
-        self._options = StreamOptions(
-            last_batch=last_batch,
-            steps_at_once=steps_at_once(equipment.options, start.share.batch_size, self._work.output_bytes),
-            feeding=choose_feeding(self._work, equipment),
-            is_logged=is_logged,
-        )
-        sizes = np.diff(share_bounds(np.array([start.share.global_batch_size]), world_size, start.share.weights)[0])
+        self._share = share
+        self._sources = sources
+        self._kinds = kinds
+        self._orders = orders
+        self._epochs = epochs
+        self._open_ledger = open_ledger
+        self._is_logged = is_logged
+        sizes = np.diff(share_bounds(np.array([share.global_batch_size]), share.world_size, share.weights)[0])
         if not sizes.all():
             raise PartitionError(
-                f"shares={list(start.share.weights or ())} of a global batch of {start.share.global_batch_size} leave "
+                f"shares={list(share.weights or ())} of a global batch of {share.global_batch_size} leave "
                 f"nothing to rank {int(sizes.argmin())}; where samples are dropped, each rank needs one at least"
             )
-        ledgers.open(order_key(start.order), start.order.lanes, start.epoch)  # refuses ranks without a channel
-        self._running: EpochRun | None = None
-        self._next: EpochRun | None = None
+        numbers, is_mixed = range(len(sources)), sources.is_mixed
+        self._rule = TailRule() if is_mixed else TailRule(grain=share.global_batch_size, last_batch=last_batch)
+        self._of = [
+            equipment_of(equipment, sources, kinds[k], k, orders[k].order.seed) if is_mixed else equipment
+            for k in numbers
+        ]
+        self._transforms = [make_transform(sources[k], self._of[k], quarantine.of_source(k)) for k in numbers]
+        self._options = [
+            choose_lane_options(self._transforms[k], self._of[k], len(sources), patience=_PATIENCE if is_mixed else 0)
+            for k in numbers
+        ]
+        self._streams: dict[int, SourceStream] = {}
+        self._dealer = Dealer(equipment.maker, share, sources, self._of, self._transforms, counts)
+        self._waiting: tuple[str, float] | None = None
+        dropping = next(k for k in numbers if sources[k].reshaping is not None)
+        open_ledger(dropping, epochs.laps[dropping].epoch)  # refuses ranks without a channel
+
+    # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        running = self._running = self._make_run(self._start.epoch, self._start.position, self._start.cursors)
-        while running.run():
-            running = self._running = self._next or self._make_run(running.epoch + 1, 0, None)
-            self._next = None
+        check_fields(self._sources, self._kinds, self._equipment.maker)
+        output_bytes = max(transform.output_bytes for transform in self._transforms)
+        most = steps_at_once(self._equipment.options, self._share.batch_size, output_bytes)
+        at_once = 1  # so that the first batch does not wait for others
+        while not self._equipment.stopping.is_set():
+            steps = self._agree(at_once)
+            if self._equipment.stopping.is_set() or not self._deliver(steps):
+                return
+            end = self._end(steps) if steps.is_end else None
+            self._epochs.pass_by(steps)
+            for number, stream in self._streams.items():
+                stream.pass_by(int(steps.taken[-1, number]))
+            self._look_ahead()
+            if end is not None and not self._equipment.deliver(end):
+                return
+            at_once = 1 if end is not None else min(most, 2 * at_once)
 
-    def _read_next(self) -> None:
-        """Request the next epoch's first chunks: of the running one all are requested."""
-        if self._next is None:
-            assert self._running is not None
-            self._next = self._make_run(self._running.epoch + 1, 0, None)
-        self._next.supply.feeds.look_ahead()
+    def _stream(self, number: int, taken: int) -> SourceStream:
+        """A source's stream, begun where the run is when it is first taken of."""
+        if number not in self._streams:
+            lap, cursors = self._epochs.laps[number], self._epochs.cursors[number]
+            stream = self._streams[number] = SourceStream(
+                self._sources.names[number] if self._sources.is_mixed else None,
+                partial(self._make_epoch, number),
+                self._rule,
+                lap=lap,
+                taken=taken,
+                cursors=cursors,
+            )
+            if self._sources.is_mixed:
+                stream.catch_up(cursors.outputs, _STRIDE * self._share.global_batch_size)
+        return self._streams[number]
 
-    def _make_run(self, epoch: int, position: int, cursors: Cursors | None) -> EpochRun:
-        order, manifest = self._start.order, self._equipment.source.manifest
-        return EpochRun(
-            EpochPlan(manifest.samples, order, epoch, self._selection),
-            self._start.share,
-            self._work,
-            self._equipment,
-            self._ledgers.open(order_key(order), order.lanes, epoch),
-            self._options,
-            position=position,
+    def _make_epoch(self, number: int, epoch: int, position: int, cursors: Cursors) -> EpochSupply:
+        source, share = self._orders[number], self._share
+        lanes, rank, world_size = source.order.lanes, share.rank, share.world_size
+        if self._sources.is_mixed:  # the share of a step may be of any lanes
+            own = np.flatnonzero(keeper_ranks(lanes, world_size) == rank)
+        else:
+            own = lanes_of_share(position, lane_turns(lanes), share.global_batch_size, rank, world_size, share.weights)
+        return EpochSupply(
+            source.plan(epoch),
+            share,
+            self._transforms[number],
+            self._of[number],
+            self._open_ledger(number, epoch),
+            self._options[number],
             cursors=cursors,
-            read_next=self._read_next,
+            own=own.tolist(),
         )
 
+    # -- agreeing -------------------------------------------------------------------------------------------------
+
+    def _agree(self, at_once: int) -> Steps:
+        """The first of the next ``at_once`` steps, as many as all ranks know enough of to deal them; one or more.
+
+        Where nothing is left of an epoch they are none. Raises what keeps a source from filling the first one.
+        """
+        taken = self._epochs.plan(2 * at_once)
+        here: list[int] = taken[0].tolist()
+        used = np.flatnonzero(taken[at_once] > taken[0]).tolist()
+        streams = {number: self._stream(number, here[number]) for number in used}
+        goals = {k: (int(taken[at_once, k]), int(taken[2 * at_once, k])) for k in used}
+        for number, stream in streams.items():
+            stream.rate = max(1.0, goals[number][0] - here[number]) / at_once
+            stream.work(*goals[number])
+
+        def settled(number: int) -> int:
+            # Where a source is now is known, whether or not other ranks have worked on what it gives to later steps.
+            return max(streams[number].settled, here[number])
+
+        def lacking() -> list[int]:
+            return [k for k in used if settled(k) < taken[1, k]]
+
+        def look() -> bool:
+            short = lacking()
+            before = [streams[number].settled for number in short]
+            for number in short:
+                streams[number].look()
+                streams[number].work(*goals[number])
+            return before != [streams[number].settled for number in short]
+
+        def is_enough() -> bool:
+            short = lacking()
+            return not short or any(streams[k].is_blocked(int(taken[1, k])) for k in short)
+
+        if not is_enough():
+            self._wait(is_enough, look, [streams[k].describe_wait(int(taken[1, k])) for k in lacking()])
+        for number in lacking():
+            streams[number].raise_blocked(int(taken[1, number]))
+        steps = min(int(np.searchsorted(taken[1 : at_once + 1, k], settled(k), side="right")) for k in used)
+        return self._epochs.cut(taken[: steps + 1], self._streams)
+
+    def _wait(self, is_enough: Callable[[], bool], look: Callable[[], bool], reasons: Sequence[str | None]) -> None:
+        reason = next((text for text in reasons if text), "other ranks")
+        self._waiting = reason, time.perf_counter()
+        try:
+            wait_for_ranks(is_enough, look, self._equipment.stopping.is_set, reason)
+        finally:
+            self._waiting = None
+
+    # -- delivering -----------------------------------------------------------------------------------------------
+
+    def _deliver(self, steps: Steps) -> bool:
+        """Deliver some steps that are settled; False where the pipeline is stopped."""
+        if not len(steps):
+            return True
+        try:
+            with time_assembly(self._equipment.counters, spans=1):
+                dealt = self._dealer.deal(steps.taken, self._cut(steps.taken))
+        except Exception:
+            if len(steps) == 1 or self._equipment.stopping.is_set():
+                raise
+            # The batches before the one that needs what failed are delivered.
+            return all(self._deliver(steps.cut(step)) for step in range(len(steps)))
+        started = time.perf_counter()
+        for step, (batch, nbytes) in enumerate(dealt.batches()):
+            if not hand_over(self._equipment, self._describe(steps, step, dealt, batch, nbytes), started):
+                return False
+            started = time.perf_counter()
+        return True
+
+    def _cut(self, taken: IntArray) -> Iterator[tuple[int, EpochSupply, IntArray]]:
+        """The epochs that steps take of. Alike on all ranks, which may have begun with sources in other orders."""
+        for number in sorted(self._streams):
+            for supply, positions in self._streams[number].cut(taken[:, number]):
+                yield number, supply, positions
+
+    def _describe(self, steps: Steps, step: int, dealt: DealtSteps, batch: UnfinishedBatch, nbytes: int) -> Delivery:
+        """A step's batch with what it has and uses up."""
+        own = dealt.ids(step)
+        dropped = left = None
+        if self._is_logged:
+            rest, left = self._rest(steps.taken[step], steps.taken[step + 1])
+            dropped = np.concatenate([*map(self._to_keys, dealt.dropped(step)), rest])
+        return Delivery(
+            epoch=steps.epoch,
+            start=int(steps.bounds[step]),
+            stop=int(steps.bounds[step + 1]),
+            ids=np.concatenate([_NO_IDS, *(ids + self._sources.first_ids[source] for source, _, ids in own)]),
+            nbytes=nbytes,
+            batch=batch,
+            logged=np.concatenate([_NO_IDS, *map(self._to_keys, own)]) if self._sources.is_mixed else None,
+            dropped=dropped,
+            left=left,
+            is_last=steps.is_end and step == len(steps) - 1,
+            laps=None if steps.laps is None else steps.laps[step + 1],
+        )
+
+    def _end(self, steps: Steps) -> Delivery:
+        """The end of the epoch after some steps."""
+        stop = int(steps.bounds[-1])
+        end = Delivery.end_of(steps.epoch, stop, stop)
+        if len(steps) or not self._is_logged:
+            return end
+        dropped, left = self._rest(steps.taken[-1] - 1, steps.taken[-1])  # no batch was known to be the last
+        return replace(end, dropped=dropped, left=left)
+
+    def _rest(self, before: IntArray, after: IntArray) -> tuple[IntArray, IntArray | None]:
+        """What this rank accounts for at the ends of epochs between two steps: the inputs dropped, and those left over.
+
+        ``before`` and ``after`` (sources,) are outputs of the run. None are left over of a mixture.
+        """
+        dropped, left, is_end = [_NO_IDS], [_NO_IDS], False
+        for number, stream in self._streams.items():
+            if self._sources[number].reshaping is not None:
+                for supply, total in stream.ended(int(before[number]), int(after[number])):
+                    of_epoch = supply.rest(total)
+                    dropped.append(self._to_keys((number, supply.plan.epoch, of_epoch[0])))
+                    left.append(of_epoch[1])
+                    is_end = True
+        return np.concatenate(dropped), np.concatenate(left) if is_end and not self._sources.is_mixed else None
+
+    def _to_keys(self, dealt: DealtIds) -> IntArray:
+        """What a log has of samples of a source."""
+        source, epoch, ids = dealt
+        if not self._sources.is_mixed:
+            return ids
+        joint: IntArray = ids + self._sources.first_ids[source]
+        return to_keys(joint, np.full(len(ids), epoch, np.int64))
+
+    # -- reading ahead, and what others ask -----------------------------------------------------------------------
+
+    def _look_ahead(self) -> None:
+        """Request inputs of the sources that are the least far ahead, as long as the reader has room."""
+        horizons = {number: stream.horizon for number, stream in self._streams.items()}
+        for _ in range(_AHEAD_AT_ONCE * len(self._streams)):
+            nearest = min(horizons, key=horizons.__getitem__, default=None)
+            if nearest is None or not self._equipment.reader.has_room:
+                return
+            if self._streams[nearest].look_ahead():
+                horizons[nearest] = self._streams[nearest].horizon
+            else:
+                del horizons[nearest]
+
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
-        assert self._running is not None
-        uses = self._running.supply.next_uses()
+        uses: dict[int, int] = {}
+        for number, stream in list(self._streams.items()):
+            first = self._sources.first_chunks[number]
+            uses |= {first + chunk: int(1024 * use) for chunk, use in stream.next_uses().items()}
         return pick_uses(chunks, uses)
 
     def fail(self, error: Exception) -> None:
-        if self._running is not None:
-            self._running.supply.tell_error(error)
+        for stream in list(self._streams.values()):
+            stream.post_error(error)
 
     def waiting_for(self) -> dict[str, Any] | None:
-        waiting = None if self._running is None else self._running.supply.waiting
+        waiting = self._waiting or next((s.waiting for s in list(self._streams.values()) if s.waiting), None)
         if waiting is None:
             return None
         what, since = waiting
         return {"waiting_for": what, "since_s": round(time.perf_counter() - since, 1)}
 
 
-def order_key(order: Order) -> str:
-    """A name for an order, the same on every rank."""
-    parts = (order.seed, order.shuffle, order.lanes, order.window, order.piece)
-    return xxhash.xxh3_64_hexdigest(repr(parts).encode())
-
-
-def choose_feeding(work: WindowWork, equipment: Equipment, sources: int = 1, *, patience: int = 0) -> FeedOptions:
-    """How the outputs of one of several sources are found, which share what memory there is."""
-    row_bytes = mean_row_bytes(equipment.source.manifest)
-    round_rows = max(64, equipment.options.span_bytes // sources // row_bytes)
-    if work.gives_samples:  # which take memory until they are due: enough at once to keep all threads busy
-        round_rows = min(_MOST_SAMPLES, max(64, round_rows // 4))
-    return FeedOptions(
-        spacing=anchor_spacing(row_bytes) if work.one_each else work.unit,
-        round_rows=round_rows,
-        room_bytes=equipment.options.batch_budget_bytes // sources,
-        patience=patience,
+def assemble_one(
+    equipment: Equipment,
+    start: Start,
+    *,
+    sources: Sources,
+    kinds: Sequence[Kind],
+    quarantine: Quarantine,
+    ledgers: Ledgers,
+    last_batch: str,
+    is_logged: bool,
+) -> StreamAssembler:
+    """The assembler of one data set."""
+    [source], order = sources, start.order
+    key, lanes = order_key(order), order.lanes
+    cursors = Cursors.at_start(lanes) if start.cursors is None else start.cursors
+    return StreamAssembler(
+        equipment,
+        start.share,
+        sources=sources,
+        kinds=kinds,
+        orders=[
+            SourceOrder(chunk_samples=source.chunk_samples, order=order, first_chunk=0, selection=source.selection)
+        ],
+        epochs=CutEpochs(start.share.global_batch_size, start.epoch, start.position, cursors),
+        last_batch=last_batch,
+        quarantine=quarantine,
+        open_ledger=lambda _, epoch: ledgers.open(key, lanes, epoch),
+        is_logged=is_logged,
     )
 
 
-def anchor_spacing(row_bytes: int) -> int:
-    """Every how many inputs work on a lane may begin again; decided by the data set alone, so alike on every rank."""
-    return min(1024, max(16, next_power_of_two(_ANCHOR_BYTES // row_bytes)))
+def assemble_mixture(
+    equipment: Equipment,
+    share: Share,
+    *,
+    sources: Sources,
+    kinds: Sequence[Kind],
+    quarantine: Quarantine,
+    place: StreamPlace,
+    open_ledger: OpenLedger,
+    counts: Sequence[Counters],
+    is_logged: bool,
+) -> StreamAssembler:
+    """The assembler of a mixture, from ``place`` on."""
+    return StreamAssembler(
+        equipment,
+        share,
+        sources=sources,
+        kinds=kinds,
+        orders=place.orders,
+        epochs=JoinedEpochs(share.global_batch_size, place),
+        last_batch=None,
+        quarantine=quarantine,
+        open_ledger=open_ledger,
+        is_logged=is_logged,
+        counts=counts,
+    )

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock import DistributedDataLoader
+from penstock.loader.ranks import channel as channels
+from penstock.loader.ranks.channel import Channel, MemoryChannel
 from penstock.loader.run import assembly
-from penstock.loader.streams import channel as channels
-from penstock.loader.streams.channel import Channel, MemoryChannel
 
 
 class ThreadRanks:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.loader import DatasetError
-from penstock.loader.streams.channel import Channel, MemoryChannel, StoreChannel
+from penstock.loader.ranks.channel import Channel, MemoryChannel, StoreChannel
 
 
 @pytest.fixture(params=["tcp", "hash", "memory"])

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from penstock.loader.errors import LoaderClosedError
-from penstock.loader.streams import waiting
-from penstock.loader.streams.channel import MemoryChannel
-from penstock.loader.streams.ledger import Ledgers
-from penstock.loader.streams.pack_work import _Packing
-from penstock.loader.streams.waiting import wait_for_ranks
+from penstock.loader.ranks import channel
+from penstock.loader.ranks.channel import MemoryChannel, wait_for_ranks
+from penstock.loader.ranks.ledger import Ledgers
+from penstock.loader.streams.packing import _Packing
 
 
 def test_epochs_are_forgotten_while_others_are_opened() -> None:
@@ -45,7 +44,7 @@ def test_epochs_are_forgotten_while_others_are_opened() -> None:
 
 def test_a_wait_looks_less_and_less_often_until_it_comes_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(waiting.time, "sleep", pauses.append)
+    monkeypatch.setattr(channel.time, "sleep", pauses.append)
     wait_for_ranks(lambda: len(pauses) == 30, lambda: len(pauses) == 20, lambda: False)
     assert pauses[:20] == sorted(pauses[:20])
     assert pauses[19] == pauses[29] > 10 * pauses[20]
@@ -63,7 +62,7 @@ def test_packing_that_is_stopped_is_no_error_of_a_sample() -> None:
 def test_a_long_wait_for_other_ranks_is_told_once_with_what_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "LONG_S", 0.0)
+    monkeypatch.setattr(channel, "LONG_S", 0.0)
     looks: list[int] = []
     wait_for_ranks(lambda: len(looks) == 5, lambda: looks.append(1), lambda: False, "what rank 3 keeps of its lanes")
     told = [record.message for record in caplog.records if "what rank 3 keeps of its lanes" in record.message]

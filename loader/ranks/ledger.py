@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import zlib
 from array import array
 from bisect import bisect_left
@@ -17,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import NoReturn
 
 import numpy as np
+import xxhash
 
 from ...storage.threads.interruptible import Thread
 from ..columns import IntArray
@@ -24,9 +24,8 @@ from ..dataset.exchange import RemoteError
 from ..errors import ConfigError, DatasetError
 from ..order.cursors import Cursors
 from ..order.outputs import Tail, fillable, keeper_ranks, limit
-from ..order.plan import lane_offsets, lane_turns
-from .channel import Channel
-from .waiting import wait_for_ranks
+from ..order.plan import Order, lane_offsets, lane_sizes, lane_turns
+from .channel import Channel, MemoryChannel
 
 _ANCHOR, _FRONTIER, _END = 0, 1, 2
 _LEAVE_S = 2.0
@@ -56,7 +55,6 @@ class EpochLedger:
         self._outputs = [array("q", [0]) for _ in range(lanes)]
         self._new: list[tuple[int, int, int, int]] = []
         self._errors: dict[int, tuple[int, Exception | RemoteError]] = {}  # lane: (outputs before what failed, why)
-        self._waiting: tuple[str, float] | None = None
         self.turns = lane_turns(lanes)
         self.known: IntArray = np.zeros(lanes, np.int64)
         self.totals: IntArray = np.full(lanes, -1, np.int64)
@@ -168,18 +166,6 @@ class EpochLedger:
         counts.insert(place, outputs)
         return True
 
-    def wait(self, is_enough: Callable[[], bool], what: str, is_stopped: Callable[[], bool]) -> None:
-        """Wait until what all ranks have told is enough.
-
-        Raises:
-            LoaderClosedError: the pipeline is stopped.
-        """
-        self._waiting = (what, time.perf_counter())
-        try:
-            wait_for_ranks(is_enough, self.look, is_stopped, what)
-        finally:
-            self._waiting = None
-
     @property
     def blocked(self) -> tuple[int, Exception | RemoteError] | None:
         """The first position that a lane cannot fill since something failed, and what; None as far as is known."""
@@ -197,11 +183,6 @@ class EpochLedger:
         _, error = self.blocked
         self.raised = error.to_exception() if isinstance(error, RemoteError) else error
         raise self.raised
-
-    @property
-    def waiting(self) -> tuple[str, float] | None:
-        """What this rank waits for, and since when (``time.perf_counter()``). Read by any thread."""
-        return self._waiting
 
     # -- what follows ---------------------------------------------------------------------------------------------
 
@@ -272,6 +253,32 @@ class EpochLedger:
         return Cursors(offsets, outputs, taken, in_tail=is_tail)
 
 
+class PlainLedger(EpochLedger):
+    """Each input is an output; so all are known, and nothing is told to other ranks."""
+
+    def __init__(self, num_samples: int, *, lanes: int, rank: int, world_size: int) -> None:
+        super().__init__(MemoryChannel(), "", lanes=lanes, rank=rank, world_size=1)
+        self._keepers = keeper_ranks(lanes, world_size)
+        self.totals = lane_sizes(num_samples, lanes)
+        self.known = self.totals.copy()
+
+    def begin_at(self, cursors: Cursors) -> None:
+        pass
+
+    def note(self, lane: int, anchors: Sequence[tuple[int, int]], outputs: int, *, is_end: bool) -> None:
+        pass
+
+    def anchor_before(self, lane: int, outputs: int) -> tuple[int, int]:
+        """The input before an output's: work may begin at any."""
+        before = max(0, outputs - 1)
+        return before, before
+
+    def cursors_at(self, position: int) -> Cursors:
+        taken = self.taken_at(position)
+        before = np.maximum(taken - 1, 0)
+        return Cursors(before, before, taken)
+
+
 class Ledgers:
     """The ledgers of one loader, an epoch each: of those at and after the last one opened. Used by any thread."""
 
@@ -325,6 +332,12 @@ class Ledgers:
         with self._lock:
             for key in [key for key in self._ledgers if key[1] < before and order in (None, key[0])]:
                 del self._ledgers[key]
+
+
+def order_key(order: Order) -> str:
+    """A name for an order, the same on every rank."""
+    parts = (order.seed, order.shuffle, order.lanes, order.window, order.piece)
+    return xxhash.xxh3_64_hexdigest(repr(parts).encode())
 
 
 def _in_transit(error: BaseException, rank: int) -> RemoteError:

@@ -1,28 +1,32 @@
-"""What is done to the rows of lanes: from inputs to outputs. Each kind of stream has one kind of work."""
+"""What is done to the rows of lanes: from inputs to outputs. Each kind of stream has one kind of transform."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..columns import IntArray
+from ..columns import Block, IntArray
 from ..config.keep import BoolArray, Sieve
 from ..decoding.batch import UnfinishedBatch
+from ..decoding.byte_views import Lend
 from ..decoding.copies import copy_sample
+from ..decoding.decode import FieldDecoders
+from ..decoding.gather import gather
+from ..decoding.row_errors import describe_row
 from ..decoding.row_job import RowJob
 from ..decoding.rows import Rows
+from ..metrics import Counters
 from ..order.spans import ChunkRows
 from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes
 from ..reading.bad.quarantine import ReplacesChunks
-from .row_reader import RowReader, pick_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Yield:
+class TransformResult:
     """The outputs of some inputs, in order: ``places`` (outputs,) says which input each comes from, from 0.
 
     ``ids`` (inputs,) are all inputs' sample ids. Each output is a row of a chunk, ``chunks`` and ``rows`` (outputs,),
@@ -54,21 +58,21 @@ class Yield:
         return stays
 
 
-class PendingYield(Protocol):
+class PendingResult(Protocol):
     """Work that goes on on other threads. ``ids`` are the samples that it waits for."""
 
     @property
     def ids(self) -> IntArray:
         """(n,) int64 sample ids."""
 
-    def result(self) -> Yield:
+    def result(self) -> TransformResult:
         """Wait for the outputs. Does not raise what a sample raised: that is in ``failed``."""
 
     def cancel(self) -> None:
         """Begin no more of it."""
 
 
-class WindowWork(Protocol):
+class LaneTransform(Protocol):
     """One kind of work, and what a new kind of stream brings: all else (lanes, ranks, cursors, batches) is the same.
 
     It may look at nothing but its inputs, so that every rank and every resume finds the same. It gets runs of whole
@@ -96,7 +100,7 @@ class WindowWork(Protocol):
     def reader(self) -> RowReader:
         """What gathers rows of chunks."""
 
-    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingYield:
+    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingResult:
         """Begin with inputs that ``groups`` are the rows of, targets from 0. Raises where reading fails.
 
         ``bounds`` (runs + 1,) are where runs of consecutive inputs of a lane begin; each begins with a unit.
@@ -108,11 +112,16 @@ class WindowWork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """n outputs in the order of batches: ``samples`` and ``rows`` as in ``Yield``, and their sample ids."""
+    """n outputs in the order of batches: ``samples`` and ``rows`` as in ``TransformResult``, and their sample ids.
+
+    Those of a mixture have ``sources`` (n,), and ``counts`` are the sources' own counters.
+    """
 
     samples: Sequence[Any]
     rows: IntArray
     ids: IntArray
+    sources: IntArray | None = None
+    counts: Sequence[Counters] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +143,7 @@ class StepRows:
         return [self.low + i % own for i in range(self.num_rows)]
 
 
-class FilterWork:
+class FilterTransform:
     """Drops what ``sieve`` does not keep, then, with ``may_drop``, what the transform returns None for; or nothing.
 
     With ``skips``, which needs ``may_drop``, bad samples too: of bad chunks, and what cannot be decoded or transformed.
@@ -158,23 +167,23 @@ class FilterWork:
         self.gives_samples = may_drop
         self.output_bytes = mean_row_bytes(equipment.source.manifest)
 
-    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingYield:
+    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingResult:
         sifted = self.reader.sift(groups, int(bounds[-1]), epoch)
         ids, kept, chunks, rows = sifted.ids, sifted.places, sifted.chunks, sifted.rows
         if not self.gives_samples:
             if ids is None:  # nothing is dropped: all is known without reading
                 ids = self._equipment.source.manifest.first_ids[chunks] + rows
-            return Ready(Yield(ids, kept, chunks, rows, None, ids.nbytes + 3 * kept.nbytes))
+            return Ready(TransformResult(ids, kept, chunks, rows, None, ids.nbytes + 3 * kept.nbytes))
         if not len(kept):
             assert ids is not None
-            return Ready(Yield(ids, kept, chunks, rows, []))
+            return Ready(TransformResult(ids, kept, chunks, rows, []))
         gathered = self.reader.gather(pick_rows(chunks, rows), len(kept), epoch)
         ids = self.reader.inputs(gathered) if ids is None else ids
         are_read = self.reader.are_read(gathered)
         if not are_read.all():
             kept, gathered = kept[are_read], gathered.pick(np.flatnonzero(are_read).tolist())
             if not len(kept):
-                return Ready(Yield(ids, kept, chunks[are_read], rows[are_read], []))
+                return Ready(TransformResult(ids, kept, chunks[are_read], rows[are_read], []))
         return _Transforming(ids, kept, self._equipment.maker.work(gathered, epoch), gathered)
 
     def join(self, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
@@ -190,13 +199,13 @@ class FilterWork:
 class Ready:
     """Work that is done."""
 
-    done: Yield
+    done: TransformResult
 
     @property
     def ids(self) -> IntArray:
         return self.done.ids
 
-    def result(self) -> Yield:
+    def result(self) -> TransformResult:
         return self.done
 
     def cancel(self) -> None:
@@ -214,13 +223,143 @@ class _Transforming:
     def ids(self) -> IntArray:
         return self.rows.ids
 
-    def result(self) -> Yield:
+    def result(self) -> TransformResult:
         samples, failed = self.job.samples()
         stays = np.fromiter((sample is not None for sample in samples), np.bool_, len(samples))
         places = self.kept[: len(samples)][stays]
         ids = self.inputs if failed is None else self.inputs[: int(self.kept[len(samples)])]
         none = np.empty(0, np.int64)
-        return Yield(ids, places, none, none, [s for s in samples if s is not None], self.job.nbytes, failed)
+        return TransformResult(ids, places, none, none, [s for s in samples if s is not None], self.job.nbytes, failed)
 
     def cancel(self) -> None:
         self.job.cancel()
+
+
+class RowReader:
+    """Gathers rows of chunks, the ``fields`` of batches, as soon as the chunks are there. The assembler thread's."""
+
+    def __init__(
+        self,
+        equipment: Equipment,
+        quarantine: ReplacesChunks,
+        sieve: Sieve | None,
+        fields: Collection[str] | None,
+        *,
+        by_units: bool = False,
+        flat: Sequence[str] = (),
+        skips: bool = False,
+    ) -> None:
+        """``by_units``: several rows are always asked for together. ``flat``: see ``gather``.
+
+        ``skips``: rows of bad chunks are not kept.
+        """
+        self._skips = skips
+        self._equipment = equipment
+        self._quarantine = quarantine
+        self._sieve = sieve
+        self._asked = None if sieve is None else sieve.fields(equipment.source.manifest.fields)
+        self._fields = fields
+        self._by_units = by_units
+        self._flat = flat
+
+    def sift(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Sifted:
+        """Which of ``count`` inputs the sieve keeps."""
+        chunks, rows = np.empty((2, count), np.int64)
+        for group in groups:
+            chunks[group.targets], rows[group.targets] = group.chunk, group.rows
+        if self._sieve is None:
+            return Sifted(None, np.arange(count, dtype=np.int64), chunks, rows)
+        looked = self._gather(groups, count, self._sieve.decoders, self._asked, None, (), epoch)
+        kept = np.flatnonzero(self._ask(self._sieve, looked) & self.are_read(looked))
+        return Sifted(self.inputs(looked), kept, chunks[kept], rows[kept])
+
+    def inputs(self, rows: Rows) -> IntArray:
+        """The ids of gathered inputs."""
+        return rows.planned_ids if self._skips else rows.ids
+
+    def are_read(self, rows: Rows) -> BoolArray:
+        """(n,) bool: which rows stay; those of a bad chunk, in whose place others were read, are skipped."""
+        stays: BoolArray = rows.planned_ids == rows.ids if self._skips else np.ones(len(rows.ids), np.bool_)
+        return stays
+
+    def _ask(self, sieve: Sieve, rows: Rows) -> BoolArray:
+        try:
+            return sieve.holds(rows)
+        except Exception as exc:
+            if len(rows.ids) == 1:
+                exc.add_note(f"in keep= of {describe_row(0, rows, self._equipment.source.manifest)}")
+            elif self._by_units:
+                for row in range(len(rows.ids)):
+                    self._ask(sieve, rows.cut(row, row + 1))
+            raise  # else whoever asked about several asks about each
+
+    def gather(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Rows:
+        """The rows of ``groups`` as batches have them, in the order of their targets. Raises where reading fails.
+
+        With ``epoch``, bad samples are counted.
+        """
+        leases = self._equipment.leases
+        lend = None if leases is None else leases.lend
+        return self._gather(groups, count, self._equipment.maker.decoders, self._fields, lend, self._flat, epoch)
+
+    def _gather(
+        self,
+        groups: Sequence[ChunkRows],
+        count: int,
+        decoders: FieldDecoders,
+        names: Collection[str] | None,
+        lend: Lend | None,
+        flat: Sequence[str],
+        epoch: int | None,
+    ) -> Rows:
+        by_chunk = {group.chunk: group for group in groups}
+
+        def opened() -> Iterator[tuple[ChunkRows, Block]]:
+            for chunk, loaded in self._equipment.reader.take(list(by_chunk)):
+                if isinstance(loaded, Block):
+                    group, block = by_chunk[chunk], loaded
+                else:
+                    group, block = self._quarantine.replace(by_chunk[chunk], loaded, epoch)
+                yield group, _narrow(block, names)
+
+        rows = gather(opened(), count, self._equipment.source.manifest.first_ids, decoders, lend, flat)
+        fields = rows.fields
+        if names is not None:
+            fields = {name: values for name, values in fields.items() if name in names}
+        # What came in the place of a bad chunk's rows is counted for itself, where it is not skipped.
+        return replace(rows, fields=fields, planned=rows.planned if self._skips else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """Inputs that are kept, (kept,) each: their ``places`` among all, ``chunks`` and ``rows``.
+
+    ``ids`` (inputs,) are all inputs' sample ids, None where only gathering tells them.
+    """
+
+    ids: IntArray | None
+    places: IntArray
+    chunks: IntArray
+    rows: IntArray
+
+
+def _narrow(block: Block, names: Collection[str] | None) -> Block:
+    """The block without columns that are not asked for."""
+    if names is None:
+        return block
+    wanted = {name: column for name, column in block.columns.items() if name in names}
+    records = tuple(packed for packed in block.records if any(name in names for name in packed.names))
+    return Block(block.samples, block.nbytes, wanted, records)
+
+
+def pick_rows(chunks: IntArray, rows: IntArray) -> list[ChunkRows]:
+    """Rows of chunks, (n,) each, grouped by chunk: row i goes to target i; in order of first use."""
+    by_chunk = np.argsort(chunks, kind="stable")
+    sorted_chunks = chunks[by_chunk]
+    starts = np.flatnonzero(np.diff(sorted_chunks, prepend=-1)).tolist()
+    groups = [
+        ChunkRows(int(sorted_chunks[low]), rows[by_chunk[low:high]], by_chunk[low:high])
+        for low, high in zip(starts, [*starts[1:], len(chunks)], strict=True)
+    ]
+    groups.sort(key=lambda group: int(group.targets[0]))
+    return groups

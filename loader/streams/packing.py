@@ -1,4 +1,7 @@
-"""Packing as work on a lane: a unit of documents in, sequences out, nothing carried from one unit to the next."""
+"""Packing as a transform of lanes: a unit of documents in, sequences out, nothing carried from one unit to the next.
+
+Sequences are laid out when a unit's turn comes. Their rows are filled when their batch is wanted.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..columns import IntArray, Ragged
 from ..config.keep import BoolArray, Sieve
-from ..decoding.batch import UnfinishedBatch
+from ..decoding.batch import BatchMaker, UnfinishedBatch
+from ..decoding.batch_options import IDS, VALID
 from ..decoding.batch_values import BatchValues
 from ..decoding.row_job import RowJob
 from ..decoding.row_work import RowError
 from ..decoding.rows import Values
 from ..errors import LoaderClosedError
+from ..metrics import Counters
 from ..order.spans import ChunkRows
-from ..packing.packed import Packed
+from ..packing.packed import Packed, add_counts, cumulative_lengths, fill, join_segments
 from ..packing.packer import Packer
 from ..pipeline.assembler import Equipment
 from ..reading.bad.quarantine import ReplacesChunks
-from .packed_batch import PackedUnit, count_packed, start_batches
-from .row_reader import RowReader, pick_rows
-from .work import Collected, PendingYield, Ready, StepRows, Yield
+from ..sources.sources import SOURCE
+from .transforms import Collected, PendingResult, Ready, RowReader, StepRows, TransformResult, pick_rows
 
 _NONE: IntArray = np.empty(0, np.int64)
 
 
-class PackWork:
+class PackTransform:
     """Packs what ``sieve`` keeps of units of ``unit`` samples, decoded and transformed. Threads of the pool pack."""
 
     gives_samples = True
@@ -53,12 +58,12 @@ class PackWork:
         self.unit = unit
         self.output_bytes = packer.sequence_bytes
 
-    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingYield:
+    def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingResult:
         sifted = self.reader.sift(groups, int(bounds[-1]))
         cuts = cut_units(bounds, self.unit)
         if not len(sifted.places):
             assert sifted.ids is not None
-            return Ready(Yield(sifted.ids, _NONE, _NONE, _NONE, [], kept=np.zeros(len(sifted.ids), np.bool_)))
+            return Ready(TransformResult(sifted.ids, _NONE, _NONE, _NONE, [], kept=np.zeros(len(sifted.ids), np.bool_)))
         rows = self.reader.gather(pick_rows(sifted.chunks, sifted.rows), len(sifted.places))
         ids = rows.ids if sifted.ids is None else sifted.ids
         job = self._equipment.maker.work(rows, epoch)
@@ -140,7 +145,7 @@ class _Packing:
     job: RowJob
     units: Sequence[Future[_Unit | Exception]]
 
-    def result(self) -> Yield:
+    def result(self) -> TransformResult:
         ids, stays, ends, rows = [_NONE], [np.empty(0, np.bool_)], [_NONE], [_NONE]
         samples: list[PackedUnit] = []
         nbytes = 0
@@ -167,7 +172,9 @@ class _Packing:
                 if not len(unit.packed):
                     count_packed(self.equipment.counters, unit.packed, np.zeros(1, np.int64))
         of_inputs, places, of_outputs = (np.concatenate(each) for each in (ids, ends, rows))
-        return Yield(of_inputs, places, _NONE, of_outputs, samples, nbytes, failed, kept=np.concatenate(stays))
+        return TransformResult(
+            of_inputs, places, _NONE, of_outputs, samples, nbytes, failed, kept=np.concatenate(stays)
+        )
 
     def cancel(self) -> None:
         self.job.cancel()
@@ -190,3 +197,148 @@ def _unit_rows(places: IntArray, cuts: IntArray) -> Iterator[tuple[int, int, int
 
 def _cut(values: Values, low: int, high: int) -> Any:
     return values.cut(low, high) if isinstance(values, Ragged) else values[low:high]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedUnit:
+    """The sequences of a unit; ``piece_ids`` are the sample ids of all pieces in them, ``fields`` those of batches."""
+
+    packed: Packed
+    piece_ids: IntArray
+    fields: Collection[str]
+
+    def ids(self, row: int) -> IntArray:
+        """The sample ids of a sequence's documents, by their ``document_ids``."""
+        low, high = self.packed.layout.bounds[row : row + 2]
+        return self.piece_ids[low:high]
+
+
+LENGTHS = ("cu_seqlens", "max_seqlen")  # of a batch's documents
+Made = tuple[Any, list[tuple[Counters, dict[str, int]]]]  # a batch, and what it adds to the metrics
+
+
+def start_batches(maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
+    """The batches of some steps; each output is a row of a ``PackedUnit``.
+
+    One job of the pool makes their arrays, of which batches are views: threads that make many small arrays at the same
+    time mostly wait for one another. Only what ``collate`` makes has a job a batch, so that its errors are those of its
+    own batch.
+    """
+    together = [steps] if maker.options.collate is None else [[step] for step in steps]
+    for some in together:
+        future = maker.pool.submit(_make, maker, outputs, some)
+        for place, step in enumerate(some):
+            yield PackedBatch(maker, future, place, step.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch(UnfinishedBatch):
+    """The batch of one of the steps that ``future`` makes. Fields: see ``Packing``."""
+
+    maker: BatchMaker
+    future: Future[list[Made]]
+    place: int
+    num_rows: int
+
+    def result(self) -> Any:
+        try:
+            made = self.future.result()
+        except CancelledError as exc:
+            raise LoaderClosedError("the loader was closed while a batch was being made") from exc
+        batch, counted = made[self.place]
+        made[self.place] = None, []  # batches live as long as whoever took them wants
+        for counters, amounts in counted:
+            counters.add(**amounts)
+        return self.maker.finish(batch, self.num_rows)
+
+    @property
+    def is_done(self) -> bool:
+        return self.future.done()
+
+    def cancel(self) -> None:
+        self.future.cancel()
+
+
+def _make(maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows]) -> list[Made]:
+    """On a thread of the pool."""
+    picked = [step.picked for step in steps]
+    every = [i for each in picked for i in each]
+    units: list[PackedUnit] = [outputs.samples[i] for i in every]
+    packs, rows = [unit.packed for unit in units], outputs.rows[every].tolist()
+    seq_len, names = packs[0].seq_len, units[0].fields
+    filled: dict[str, Any] = dict(fill(packs, rows, seq_len, names))
+    sources = None if outputs.sources is None else outputs.sources[every]
+    if sources is not None and maker.options.with_ids:
+        filled[SOURCE] = sources
+    segments = join_segments(packs, rows)
+    ends = np.cumsum(segments)
+    amounts = np.array([packed.counts_by_sequence[row] for packed, row in zip(packs, rows, strict=True)])
+    made = []
+    stop = 0
+    for step, each in zip(steps, picked, strict=True):
+        start, stop = stop, stop + len(each)
+        last = start + step.num_rows
+        low, high = np.searchsorted(ends, [start * seq_len, last * seq_len], side="right")
+        fields: dict[str, Any] = {name: values[start:last] for name, values in filled.items()}
+        if maker.options.collate is None:
+            lengths = dict(zip(LENGTHS, cumulative_lengths(segments[low:high]), strict=True))
+            fields.update((name, value) for name, value in lengths.items() if name in names)
+        valid = slice(start, start + step.num_valid)
+        counted = [(maker.counters, _amounts(amounts[valid].sum(axis=0), seq_len))]
+        if sources is not None:
+            for source in np.unique(sources[valid]).tolist():
+                own = amounts[valid][sources[valid] == source]
+                counted.append((outputs.counts[source], _amounts(own.sum(axis=0), seq_len)))
+        made.append((_finish(maker, fields, units[start:last], rows[start:last], step.num_valid), counted))
+    return made
+
+
+def _finish(
+    maker: BatchMaker, fields: dict[str, Any], units: Sequence[PackedUnit], rows: Sequence[int], num_valid: int
+) -> Any:
+    """A batch of rows whose ``fields`` are filled, of which ``num_valid`` count."""
+    options = maker.options
+    if options.pad:
+        fields[VALID] = np.arange(len(rows)) < num_valid
+    if options.collate is not None:
+        samples = [{name: values[i] for name, values in fields.items()} for i in range(len(rows))]
+        for sample, unit, row in zip(samples, units, rows, strict=True):
+            if options.with_ids:
+                sample[IDS] = unit.ids(row)
+            if options.pad:
+                sample[VALID] = bool(sample[VALID])
+        return options.collate(samples)
+    if options.with_ids:
+        fields[IDS] = lay_side_by_side([unit.ids(row) for unit, row in zip(units, rows, strict=True)])
+    return {
+        n: torch.from_numpy(of_field) if isinstance(of_field, np.ndarray) else of_field
+        for n, of_field in fields.items()
+    }
+
+
+def count_packed(counters: Counters, packed: Packed, sequences: IntArray) -> None:
+    """Add what some rows of ``counts_by_sequence`` hold to the metrics."""
+    counters.add(**_amounts(packed.counts_by_sequence[sequences].sum(axis=0), packed.seq_len))
+
+
+def _amounts(sums: IntArray, seq_len: int) -> dict[str, int]:
+    counts = add_counts(sums)
+    return {
+        "packed_sequences": counts.sequences,
+        "packed_documents": counts.documents,
+        "packed_tokens": counts.tokens,
+        "padding_tokens": counts.sequences * seq_len - counts.tokens,
+        "cut_documents": counts.cut_documents,
+        "truncated_documents": counts.truncated_documents,
+        "truncated_tokens": counts.truncated_tokens,
+        "dropped_documents": counts.dropped_documents,
+        "dropped_tokens": counts.dropped_tokens,
+    }
+
+
+def lay_side_by_side(arrays: Sequence[IntArray]) -> IntArray:
+    """(n, longest) int64 of n arrays, filled up with -1."""
+    table = np.full((len(arrays), max(map(len, arrays), default=0)), -1, np.int64)
+    for row, array in enumerate(arrays):
+        table[row, : len(array)] = array
+    return table
