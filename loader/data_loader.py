@@ -366,8 +366,9 @@ class DistributedDataLoader(Generic[BatchT]):
             )
         if isinstance(weights, Iterable) and not isinstance(weights, str | bytes):
             weights = tuple(weights)
+        share = replace(self._run.share, weights=weights)
         shown = None if weights is None else [float(weight) for weight in weights]
-        self._run.change_share(replace(self._run.share, weights=weights), f"set_shares({shown})")
+        self._run.change_share(share, f"set_shares({shown})")
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch of the newest pass: a small dict for JSON, the same on every rank."""

@@ -135,8 +135,10 @@ class SpanAssembler:
 
     def _take(self, span: Span, groups: dict[int, ChunkRows]) -> Iterator[tuple[ChunkRows, Block]]:
         for chunk, loaded in self._reader.take([*groups]):
-            is_good = isinstance(loaded, Block)
-            yield (groups[chunk], loaded) if is_good else self._quarantine.replace(groups[chunk], loaded, span.epoch)
+            if isinstance(loaded, Block):
+                yield groups[chunk], loaded
+            else:
+                yield self._quarantine.replace(groups[chunk], loaded, span.epoch)
 
     def _release_copied(self, last: _Copying) -> None:
         """Let go of the chunks of spans whose rows are copied; ``last`` is the one that was assembled last.

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 # Arguments that a mixture cannot have as a whole, and what to do instead.
 _OF_ONE_DATA_SET = {
-    "subset": "give each source its own: Source(url, subset=...)",
     "split": "give each source its own: Source(url, split=...)",
+    "subset": "give each source its own: Source(url, subset=...)",
     "weights": "the weights of sources are in the Mixture; weights of single samples are for a loader of one data set",
     "cost": "costs are indexed for one data set; global batches of a mixture are cut by the number of samples",
     "bucket": "costs are indexed for one data set; the order of a mixture's sources is not bucketed",
@@ -68,7 +68,7 @@ _OF_ONE_DATA_SET = {
 
 @dataclass(frozen=True, kw_only=True)
 class AskedSource:
-    """A data set as a loader is to open it: with all arguments that mean it, and what it drops or packs.
+    """A data set as a loader is to open it, with all arguments that mean it.
 
     ``name`` is the one that it has in a mixture, "" where it is read alone. ``subset`` and ``weights`` are checked once
     its samples are known.
@@ -76,9 +76,16 @@ class AskedSource:
 
     name: str
     given: Source
-    reshaping: Reshaping | None
     subset: Subset | None
     weights: SampleWeights | None = None
+
+    @property
+    def drops(self) -> bool:
+        return self.given.keep is not None or bool(self.given.may_drop) or self.packs
+
+    @property
+    def packs(self) -> bool:
+        return self.given.packing is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +149,7 @@ class LoaderConfig:
     share: Share = field(init=False)  # of global batches, before it is cut by costs
     batch_options: BatchOptions = field(init=False)
     sources: tuple[AskedSource, ...] = field(init=False)
+    reshapings: tuple[Reshaping | None, ...] = field(init=False)  # what each source drops or packs
     errors: ErrorArguments = field(init=False)
     group: GroupArguments = field(init=False)
     cuda: torch.device | None = field(init=False)
@@ -176,6 +184,8 @@ class LoaderConfig:
             )
         )
         self._set(sources=self._read_sources())
+        if not self.is_mixture:
+            self._set(reshapings=(self._read_reshaping(),))
         self._set(
             errors=ErrorArguments.read(
                 self.on_error,
@@ -201,7 +211,7 @@ class LoaderConfig:
                 self.data_dims,
                 max_bad_chunks=self.errors.max_bad_chunks or 0,
                 may_drop=self.may_drop,
-                keeps_by_all=any(each.reshaping.asks_about_all for each in self.sources if each.reshaping is not None),
+                keeps_by_all=any(callable(each.given.keep) for each in self.sources),
                 packs=self.packs,
                 has_collate=self.collate is not None,
             )
@@ -214,6 +224,9 @@ class LoaderConfig:
             )
         )
         self._set(cache_bytes=parse_cache_limit(self.cache_dir, self.cache_limit))
+        if self.is_mixture:  # what is wrong with one source comes after what is wrong with the loader
+            packers: dict[int, Packer] = {}
+            self._set(reshapings=tuple(_read_reshaping(each, packers) for each in self.sources))
 
     def _set(self, **derived: Any) -> None:
         for name, value in derived.items():
@@ -226,11 +239,11 @@ class LoaderConfig:
     @property
     def drops(self) -> bool:
         """Whether any source drops or packs samples, so that only reading tells what batches there are."""
-        return any(each.reshaping is not None for each in self.sources)
+        return self.on_error == "skip" or any(each.drops for each in self.sources)
 
     @property
     def packs(self) -> bool:
-        return any(each.reshaping is not None and each.reshaping.packer is not None for each in self.sources)
+        return any(each.packs for each in self.sources)
 
     @property
     def maps_files(self) -> MappedReads:
@@ -257,18 +270,16 @@ class LoaderConfig:
         }
         if not isinstance(self.source, Mixture):
             given = Source(self.source, split=self.split, **inherited)
-            of = self.keep, self.may_drop, self.transform, self.packing, self.costs, self.on_error
-            reshaping = Reshaping.of(*of)
-            alone = AskedSource(name="", given=given, reshaping=reshaping, subset=self.subset, weights=self.weights)
-            return (alone,)
+            return (AskedSource(name="", given=given, subset=self.subset, weights=self.weights),)
         filled = [(name, source.fill(**inherited)) for name, source in self.source.leaves()]
         if self.may_drop and all(source.transform is None for _, source in filled):
             raise ConfigError("may_drop=True without a transform: it says that a transform= may return None")
-        packers: dict[int, Packer] = {}
-        return tuple(
-            AskedSource(name=name, given=source, reshaping=_read_reshaping(name, source, packers), subset=source.subset)
-            for name, source in filled
-        )
+        return tuple(AskedSource(name=name, given=source, subset=source.subset) for name, source in filled)
+
+    def _read_reshaping(self) -> Reshaping | None:
+        """What a data set that is read alone drops or packs."""
+        of = self.keep, self.may_drop, self.transform, self.packing, self.costs, self.on_error
+        return Reshaping.of(*of)
 
     def _open_codec(self, asked_processes: int) -> device_codec.DeviceCodec | None:
         """The codec for decoders that ask for the device; None where none does."""
@@ -293,7 +304,7 @@ class LoaderConfig:
         return device_codec.open_codec(self.cuda)
 
 
-def _read_reshaping(name: str, source: Source, packers: dict[int, Packer]) -> Reshaping | None:
+def _read_reshaping(asked: AskedSource, packers: dict[int, Packer]) -> Reshaping | None:
     """What a source of a mixture drops or packs. Sources with the same settings share a packer and its tokenizer."""
 
     def open_packer(packing: Packing) -> Packer:
@@ -301,8 +312,9 @@ def _read_reshaping(name: str, source: Source, packers: dict[int, Packer]) -> Re
             packers[id(packing)] = Packer.open(packing)
         return packers[id(packing)]
 
+    source = asked.given
     try:
         return Reshaping.of(source.keep, source.may_drop, source.transform, source.packing, open_packer=open_packer)
     except Exception as exc:
-        exc.add_note(f"in the source {name!r} of the mixture")
+        exc.add_note(f"in the source {asked.name!r} of the mixture")
         raise

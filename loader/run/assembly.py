@@ -99,7 +99,7 @@ def make_assembler(
             sampler=sampler,
             sources=sources,
             kinds=kinds,
-            last_batch="drop" if sources.is_mixed else config.last_batch,  # every batch of a mixture is full
+            last_batch=config.last_batch,
             quarantine=quarantine,
         )
     assert reading.ledgers is not None

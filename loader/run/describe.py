@@ -110,7 +110,7 @@ def _describe_opening(run: Run) -> str:
 def _describe_work(run: Run, options: PipelineOptions) -> Iterator[tuple[str, str]]:
     config, sources = run.config, run.sources
     where = _describe_workers(run, options)
-    if any(each.reshaping is not None and each.reshaping.sieve is not None for each in config.sources):
+    if any(each.given.keep is not None for each in config.sources):
         yield "keep", "a function of samples as they are stored drops some before they are decoded"
     choices = [source.options.decode for source in sources]
     yield "decode", f"{_unlike(choices, _describe_decoding)}, on {where}"

@@ -10,6 +10,7 @@ from ...storage import open_store
 from ...storage.store import is_encrypted
 from ..config.checks import check_names, fields_of, make_selection
 from ..config.loader_config import AskedSource, LoaderConfig
+from ..config.reshaping import Reshaping
 from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..errors import ConfigError
@@ -32,9 +33,9 @@ def open_sources(config: LoaderConfig, counters: Counters) -> Sources:
     """
     opened: list[OpenSource] = []
     try:
-        for asked in config.sources:
+        for asked, reshaping in zip(config.sources, config.reshapings, strict=True):
             with _naming(asked):
-                opened.append(_open(asked, config, counters))
+                opened.append(_open(asked, reshaping, config, counters))
         if config.is_mixture:
             _mark_alike(opened)
             warn_of_classes(opened)
@@ -57,8 +58,8 @@ def _naming(asked: AskedSource) -> Iterator[None]:
         raise
 
 
-def _open(asked: AskedSource, config: LoaderConfig, counters: Counters) -> OpenSource:
-    given, reshaping = asked.given, asked.reshaping
+def _open(asked: AskedSource, reshaping: Reshaping | None, config: LoaderConfig, counters: Counters) -> OpenSource:
+    given = asked.given
     with ExitStack() as undo:
         with ExitStack() as lingering:  # until the data's store has taken over their connections
             manifest = find_manifest(
@@ -76,6 +77,8 @@ def _open(asked: AskedSource, config: LoaderConfig, counters: Counters) -> OpenS
                 cache_limit=config.cache_bytes,
             )
             undo.callback(store.close)
+        if config.is_mixture:  # what is wrong with fields comes before what is wrong with samples
+            check_names(manifest, given.columns, given.decode)
         selection = make_selection(manifest, asked.subset, asked.weights)
         errors = config.errors.open(manifest, config.share, selection)
         names = check_names(manifest, given.columns, given.decode)

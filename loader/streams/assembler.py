@@ -43,7 +43,7 @@ from ..sources.fields import check_fields
 from ..sources.kinds import Kind
 from ..sources.quarantine import Quarantine
 from ..sources.sources import Sources
-from .dealing import Dealer, DealtIds, DealtSteps
+from .dealing import Dealer, DealtIds
 from .epoch_supply import EpochSupply
 from .epochs import CutEpochs, Epochs, JoinedEpochs, Steps
 from .source_stream import SourceStream, TailRule
@@ -231,9 +231,11 @@ class StreamAssembler:
                 raise
             # The batches before the one that needs what failed are delivered.
             return all(self._deliver(steps.cut(step)) for step in range(len(steps)))
+        ids, dropped = dealt.ids(), dealt.dropped() if self._is_logged else None
         started = time.perf_counter()
         for step, (batch, nbytes) in enumerate(dealt.batches()):
-            if not hand_over(self._equipment, self._describe(steps, step, dealt, batch, nbytes), started):
+            item = self._describe(steps, step, ids, dropped, batch, nbytes)
+            if not hand_over(self._equipment, item, started):
                 return False
             started = time.perf_counter()
         return True
@@ -244,22 +246,29 @@ class StreamAssembler:
             for supply, positions in self._streams[number].cut(taken[:, number]):
                 yield number, supply, positions
 
-    def _describe(self, steps: Steps, step: int, dealt: DealtSteps, batch: UnfinishedBatch, nbytes: int) -> Delivery:
-        """A step's batch with what it has and uses up."""
-        own = dealt.ids(step)
-        dropped = left = None
-        if self._is_logged:
+    def _describe(
+        self,
+        steps: Steps,
+        step: int,
+        ids: Sequence[DealtIds],
+        dropped: Sequence[DealtIds] | None,
+        batch: UnfinishedBatch,
+        nbytes: int,
+    ) -> Delivery:
+        """A step's batch, with what it gives this rank and uses up."""
+        passed_over = left = None
+        if dropped is not None:
             rest, left = self._rest(steps.taken[step], steps.taken[step + 1])
-            dropped = np.concatenate([*map(self._to_keys, dealt.dropped(step)), rest])
+            passed_over = np.concatenate([self._to_keys(dropped, step), rest])
         return Delivery(
             epoch=steps.epoch,
             start=int(steps.bounds[step]),
             stop=int(steps.bounds[step + 1]),
-            ids=np.concatenate([_NO_IDS, *(ids + self._sources.first_ids[source] for source, _, ids in own)]),
+            ids=_join([by_step[step] for _, by_step in ids]),
             nbytes=nbytes,
             batch=batch,
-            logged=np.concatenate([_NO_IDS, *map(self._to_keys, own)]) if self._sources.is_mixed else None,
-            dropped=dropped,
+            logged=self._to_keys(ids, step) if self._sources.is_mixed else None,
+            dropped=passed_over,
             left=left,
             is_last=steps.is_end and step == len(steps) - 1,
             laps=None if steps.laps is None else steps.laps[step + 1],
@@ -284,18 +293,18 @@ class StreamAssembler:
             if self._sources[number].reshaping is not None:
                 for supply, total in stream.ended(int(before[number]), int(after[number])):
                     of_epoch = supply.rest(total)
-                    dropped.append(self._to_keys((number, supply.plan.epoch, of_epoch[0])))
+                    joint = of_epoch[0] + self._sources.first_ids[number]
+                    dropped.append(self._to_keys([(supply.plan.epoch, [joint])], 0))
                     left.append(of_epoch[1])
                     is_end = True
         return np.concatenate(dropped), np.concatenate(left) if is_end and not self._sources.is_mixed else None
 
-    def _to_keys(self, dealt: DealtIds) -> IntArray:
-        """What a log has of samples of a source."""
-        source, epoch, ids = dealt
+    def _to_keys(self, dealt: Sequence[DealtIds], step: int) -> IntArray:
+        """The samples of a step as logs have them."""
         if not self._sources.is_mixed:
-            return ids
-        joint: IntArray = ids + self._sources.first_ids[source]
-        return to_keys(joint, np.full(len(ids), epoch, np.int64))
+            return _join([by_step[step] for _, by_step in dealt])
+        every = [(epoch, by_step[step]) for epoch, by_step in dealt]
+        return _join([to_keys(ids, np.full(len(ids), epoch, np.int64)) for epoch, ids in every])
 
     # -- reading ahead, and what others ask -----------------------------------------------------------------------
 
@@ -328,6 +337,10 @@ class StreamAssembler:
             return None
         what, since = waiting
         return {"waiting_for": what, "since_s": round(time.perf_counter() - since, 1)}
+
+
+def _join(arrays: Sequence[IntArray]) -> IntArray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate([_NO_IDS, *arrays])
 
 
 def assemble_one(

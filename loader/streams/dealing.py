@@ -24,7 +24,7 @@ from .transforms import Collected, LaneTransform, StepRows, pick_rows
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 
-DealtIds = tuple[int, int, IntArray]  # a source, its epoch, and sample ids in it
+DealtIds = tuple[int, Sequence[IntArray]]  # the epoch of a source, and joint ids of its samples by step
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,29 +190,33 @@ class DealtSteps:
 
     # -- what is accounted for ------------------------------------------------------------------------------------
 
-    def ids(self, step: int) -> list[DealtIds]:
-        """The samples that a step gives this rank; those of sequences, each with the first that has a piece of it."""
-        start = int(self.row_starts[step])
-        found = []
-        for part in self.parts:
-            if self.dealer.transforms[part.source].one_each:
-                low, high = np.searchsorted(part.where, (start, start + self.num_valid[step])).tolist()
-                found.append((part.source, part.span.epoch, part.ids[low:high]))
-            else:
-                found.append(self._of_inputs(part, step, LaneOutputs.delivered))
-        return found
+    def ids(self) -> list[DealtIds]:
+        """The samples that each step gives this rank; one that is packed, with the first sequence that has a piece."""
+        return [(part.span.epoch, self._delivered(part)) for part in self.parts]
 
-    def dropped(self, step: int) -> list[DealtIds]:
+    def dropped(self) -> list[DealtIds]:
         """The samples that were dropped on the way to these."""
-        return [self._of_inputs(part, step, LaneOutputs.dropped) for part in self.parts]
+        return [(part.span.epoch, self._of_outputs(part, LaneOutputs.dropped)) for part in self.parts]
 
-    def _of_inputs(self, part: DealtPart, step: int, find: Callable[[LaneOutputs, int, int], IntArray]) -> DealtIds:
-        if not self.num_valid[step]:
-            return part.source, part.span.epoch, _NO_IDS
-        own = part.span.segments.of_step(step)
+    def _delivered(self, part: DealtPart) -> list[IntArray]:
+        if not self.dealer.transforms[part.source].one_each:
+            return self._of_outputs(part, LaneOutputs.delivered)
+        edges = np.searchsorted(part.where, [self.row_starts[:-1], self.row_starts[:-1] + self.num_valid])
+        joint = part.ids + self.dealer.sources.first_ids[part.source]
+        return [joint[low:high] for low, high in zip(*edges.tolist(), strict=True)]
+
+    def _of_outputs(self, part: DealtPart, find: Callable[[LaneOutputs, int, int], IntArray]) -> list[IntArray]:
+        """What ``find`` tells of a part's outputs, by step."""
+        own = part.span.segments
         runs = zip(own.lane.tolist(), own.start.tolist(), own.stop.tolist(), strict=True)
-        found = [_NO_IDS, *(find(part.at_hand[lane], start, stop) for lane, start, stop in runs)]
-        return part.source, part.span.epoch, np.concatenate(found)
+        ids = [find(part.at_hand[lane], start, stop) for lane, start, stop in runs]
+        ends = np.cumsum([0, *map(len, ids)])
+        bounds = ends[np.searchsorted(own.step, np.arange(part.span.steps + 1))].tolist()
+        joint: IntArray = np.concatenate([_NO_IDS, *ids]) + self.dealer.sources.first_ids[part.source]
+        return [
+            joint[low:high] if num_valid else _NO_IDS
+            for low, high, num_valid in zip(bounds[:-1], bounds[1:], self.num_valid.tolist(), strict=True)
+        ]
 
 
 def spread(span: Span) -> Iterator[tuple[int, IntArray, IntArray]]:

@@ -208,10 +208,10 @@ class EpochSupply:
 
 def _ranges(segments: Segments) -> dict[int, tuple[int, int]]:
     """Of each lane of some segments, the first output and one past the last."""
-    found: dict[int, tuple[int, int]] = {}
-    for lane, start, stop in zip(
-        *(each.tolist() for each in (segments.lane, segments.start, segments.stop)), strict=True
-    ):
-        first, last = found.get(lane, (start, stop))
-        found[lane] = min(first, start), max(last, stop)
-    return found
+    by_lane = np.argsort(segments.lane, kind="stable")
+    lanes, begins = np.unique(segments.lane[by_lane], return_index=True)
+    if not len(lanes):
+        return {}
+    starts = np.minimum.reduceat(segments.start[by_lane], begins)
+    stops = np.maximum.reduceat(segments.stop[by_lane], begins)
+    return dict(zip(lanes.tolist(), zip(starts.tolist(), stops.tolist(), strict=True), strict=True))
