@@ -95,6 +95,8 @@ def test_memory_that_is_given_back_to_the_system_is_pinned_no_more():
 class Runtime:
     """CUDA's calls that lock memory, and a stream, in the order in which they are called."""
 
+    cudaError = SimpleNamespace(success=0)  # noqa: N815
+
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
         self.calls: list[tuple[str, int]] = []
