@@ -220,6 +220,7 @@ class Waits:
         (0.02, 0.0, 0, None),
         (0.02, 0.004, 1, None),
         (-math.inf, 0.0, 1, None),
+        (0.0, -math.inf, 1, None),
     ],
 )
 def test_after_a_batch_is_taken_the_next_is_begun_a_little_later_if_another_waits(step_s, since_s, ready, most_s):
