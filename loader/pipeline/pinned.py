@@ -15,8 +15,6 @@ import torch
 
 from ..columns import AnyArray
 
-_SUCCESS = 0
-
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
@@ -37,7 +35,7 @@ def register_memory(nbytes: int, device: torch.device) -> AnyArray | None:
     address = whole.ctypes.data
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
-        if int(runtime.cudaHostRegister(address, len(whole), 0)) != _SUCCESS:
+        if runtime.cudaHostRegister(address, len(whole), 0) != runtime.cudaError.success:
             return None
     weakref.finalize(whole, _unregister, runtime, address, copy_stream(device)).atexit = False
     return whole[:nbytes]

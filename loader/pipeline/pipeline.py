@@ -316,6 +316,7 @@ class Pipeline:
 
     def _keep_quiet(self) -> None:
         """Let the loop start its first kernels, if it has just come back and a batch waits for when it does again."""
-        quiet_s = min(_QUIET_SHARE * self._step_s, _MOST_QUIET_S) - (time.perf_counter() - self._left_at)
-        if quiet_s > 0 and len(self._out):
-            self._stopping.wait(quiet_s)
+        quiet_s = min(_QUIET_SHARE * self._step_s, _MOST_QUIET_S)
+        since_s = time.perf_counter() - self._left_at
+        if 0 <= since_s < quiet_s and len(self._out):
+            self._stopping.wait(quiet_s - since_s)

@@ -53,15 +53,15 @@ class _Planned:
             room[at : at + _EXIF_NAME_BYTES] = bytes(_EXIF_NAME_BYTES)
 
 
-def _copy_together(planned: Sequence[_Planned]) -> Sequence[torch.Tensor]:
+def _copy_together(planned: Sequence[_Planned]) -> list[torch.Tensor]:
     """The JPEGs in one piece of memory of their own."""
     sizes = [len(one.data) for one in planned]
     whole = np.empty(sum(sizes), np.uint8)
-    room, at = memoryview(whole), 0
+    room, at = whole.data, 0
     for one, size in zip(planned, sizes, strict=True):
         one.copy_into(room[at : at + size])
         at += size
-    return torch.from_numpy(whole).split(sizes)
+    return list(torch.split(torch.from_numpy(whole), sizes))
 
 
 class DeviceImages(BatchValues):

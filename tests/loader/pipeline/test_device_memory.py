@@ -95,6 +95,8 @@ def test_memory_that_is_given_back_to_the_system_is_pinned_no_more():
 class Runtime:
     """CUDA's calls that lock memory, and a stream, in the order in which they are called."""
 
+    cudaError = SimpleNamespace(success=0)  # noqa: N815
+
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
         self.calls: list[tuple[str, int]] = []
@@ -218,6 +220,7 @@ class Waits:
         (0.02, 0.0, 0, None),
         (0.02, 0.004, 1, None),
         (-math.inf, 0.0, 1, None),
+        (0.0, -math.inf, 1, None),
     ],
 )
 def test_after_a_batch_is_taken_the_next_is_begun_a_little_later_if_another_waits(step_s, since_s, ready, most_s):
