@@ -164,7 +164,7 @@ def read_config(folder: str) -> LlamaConfig:
         scaling = None
     own = {one.name for one in fields(LlamaConfig)} - {"extra", "rope_scaling", "rope_theta"}
     # What the file leaves out is what transformers takes it for.
-    values = {"intermediate_size": 11008, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
+    values: dict[str, Any] = {"intermediate_size": 11008, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
     values |= {name: value for name, value in given.items() if name in own}
     taken = own | {"rope_parameters", "rope_scaling", "rope_theta", *_LEFT_OUT}
     try:
