@@ -11,48 +11,45 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, cast
 
 import torch
 
-from ..storage.files import check_output
 from ..storage.observability.timeline import Timeline, write_chrome_trace
 from .config.checks import LastBatch, SampleWeights, check_at_least
-from .config.errors import OnError
 from .config.foreign import refuse_foreign
-from .config.keep import KeepChoice
 from .config.loader_config import LoaderConfig
-from .config.mixture import Mixture
-from .dataset.manifest import Manifest
-from .dataset.splits import Split
 from .decoding.batch_options import BatchT
-from .decoding.decode import DecodeChoice, RawValues
-from .decoding.row_work import Sample
 from .errors import ConfigError
-from .formats.shard import ShardFormat
 from .metrics import Counters, LoaderMetrics
-from .order.auto import Choice
-from .order.costs.buckets import Bucket
-from .order.costs.budget import TokenBudget
-from .order.costs.costs import Cost
-from .order.plan import Order
-from .order.selecting.subset import Subset
-from .packing.config import Packing
-from .ranks.naming import Attempt
-from .ranks.peers import tell_of_failure
-from .ranks.sequence_cut import SequenceCut
-from .ranks.stages import FieldsByStage
-from .reading.bad.file import Paths, Quarantined
-from .reading.bad.quarantine import BadChunk
+from .ranks.attempts import tell_of_failure
 from .run.assembly import make_sampler
 from .run.batch_iterator import BatchIterator
-from .run.describe import describe
 from .run.no_items import NoItems
-from .run.peek import peek
 from .run.resources import Resources
 from .run.run import Run
 from .sources.opening import open_sources
-from .views.dataset import open_view
-from .views.samples import DatasetView
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .config.errors import OnError
+    from .config.keep import KeepChoice
+    from .config.mixture import Mixture
+    from .dataset.manifest import Manifest
+    from .dataset.splits import Split
+    from .decoding.decode import DecodeChoice, RawValues
+    from .decoding.row_work import Sample
+    from .formats.shard import ShardFormat
+    from .order.auto import Choice
+    from .order.costs.buckets import Bucket
+    from .order.costs.budget import TokenBudget
+    from .order.costs.costs import Cost
+    from .order.plan import Order
+    from .order.selecting.subset import Subset
+    from .packing.config import Packing
+    from .ranks.naming import Attempt
+    from .ranks.sequence_cut import SequenceCut
+    from .ranks.stages import FieldsByStage
+    from .reading.bad.file import Paths, Quarantined
+    from .reading.bad.quarantine import BadChunk
+    from .views.samples import DatasetView
 
 
 class DistributedDataLoader(Generic[BatchT]):
@@ -206,6 +203,8 @@ class DistributedDataLoader(Generic[BatchT]):
 
     def peek(self) -> BatchT:
         """The first batch of the next pass. Consumes nothing, whenever it is called, and leaves no thread behind."""
+        from .run.peek import peek
+
         return cast(BatchT, peek(self._run))
 
     @property
@@ -214,6 +213,8 @@ class DistributedDataLoader(Generic[BatchT]):
         ``subset`` those that are in it, whose sample ids are ``dataset.ids``. Of a mixture, those of all sources, and
         of each by its name: ``dataset.sources["web"]``.
         """
+        from .views.dataset import open_view
+
         if self._view is None:
             self._view = open_view(self._run)
         return self._view.owned_by(self)
@@ -261,6 +262,8 @@ class DistributedDataLoader(Generic[BatchT]):
 
         ``print(loader.describe())``. Reads nothing and starts nothing.
         """
+        from .run.describe import describe
+
         return describe(self._run)
 
     def __repr__(self) -> str:
@@ -470,6 +473,8 @@ class DistributedDataLoader(Generic[BatchT]):
         Raises:
             ConfigError: the file cannot be written, or a trace is being recorded already.
         """
+        from ..storage.files import check_output
+
         timeline = Timeline()
         try:  # what cannot be written is told before the work, not after it
             check_output(path)

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..storage.observability.counts import StoreCounts
-from ..storage.observability.timeline import Timeline
+
+if TYPE_CHECKING:
+    from ..storage.observability.timeline import Timeline
 
 _REPEATED_SHARE = 0.2  # of chunks read again because memory was short
 _THROTTLED_SHARE = 0.01  # of requests

@@ -16,7 +16,7 @@ def folders_named() -> set[str]:
     named: set[str] = set()
     above: list[str] = []
     for line in FOLDERS:
-        if entry := re.match(r"( {0,4})(\w+)/ +\w", line):
+        if entry := re.match(r"( {0,4})(\w+)/ +\S", line):
             above = [*above[: len(entry[1]) // 2], entry[2]]
             named.add("/".join(above))
     return named

@@ -18,7 +18,6 @@ NOT_YET = (
     "devtools/fuzz",
     "devtools/gpu",
     "storage/retrying/node_budget.py",
-    "trainer/checkpoint/finished.py",
     "trainer/checkpoint/safetensors_file.py",
     "trainer/data",
     "trainer/report/pages/charts.py",

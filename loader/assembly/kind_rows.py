@@ -7,23 +7,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import AnyArray, Block, IntArray
-from ..decoding.batch import BatchMaker, UnfinishedBatch
-from ..decoding.batch_memory import BatchMemory
-from ..decoding.byte_views import Lend
 from ..decoding.decode import WIDENED
 from ..decoding.gather import gather
 from ..decoding.late.bytes import LateBytes
 from ..decoding.late.rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
 from ..decoding.mixed_batch import LateJob, MixedBatch
 from ..decoding.rows import Rows
-from ..order.spans import ChunkRows, SourceOrder, Span
-from ..sources.kinds import Kind
-from ..sources.sources import Sources
+
+if TYPE_CHECKING:
+    from ..columns import AnyArray, Block, IntArray
+    from ..decoding.batch import BatchMaker, UnfinishedBatch
+    from ..decoding.batch_memory import BatchMemory
+    from ..decoding.byte_views import Lend
+    from ..order.spans import ChunkRows, SourceOrder, Span
+    from ..sources.kinds import Kind
+    from ..sources.sources import Sources
 
 _MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
 # Of so many steps, or bytes, objects are made of what lies in mapped files: most of these are asked for each time.

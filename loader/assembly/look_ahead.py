@@ -6,11 +6,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..order.spans import EnteredWindow, Span, SpanPlanner, chunks_by_first_use
-from ..pipeline.assembler import ReadsChunks
+
+if TYPE_CHECKING:
+    from ..pipeline.assembler import ReadsChunks
 
 # A rank of W reads about a W-th of the chunks in an epoch, so in 4 * W of them all but one in e^4, which is 55.
 _EPOCHS_OF_A_RANK = 4

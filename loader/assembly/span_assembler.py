@@ -7,23 +7,23 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..columns import Block, IntArray
 from ..order.spans import ChunkRows, Span, SpanPlanner
 from ..pipeline.assembler import MOST_AT_ONCE, Equipment, Start, cut_step, hand_over, pick_uses, steps_at_once
-from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
 from ..pipeline.tuning import mean_row_bytes
-from ..reading.bad.quarantine import ReplacesChunks
-from ..sampler.sampler import Sampler
-from ..sources.fields import check_fields
-from ..sources.kinds import Kind
-from ..sources.sources import Sources
 from .kind_rows import AnyRows, RowKinds
 from .look_ahead import Ahead, LookAhead
+
+if TYPE_CHECKING:
+    from ..reading.bad.quarantine import ReplacesChunks
+    from ..sampler.sampler import Sampler
+    from ..sources.kinds import Kind
+    from ..sources.sources import Sources
 
 # Each span touches most open chunks. Where three quarters of its rows stay there until they are copied, so many times
 # more steps take no more memory; but all of them wait for the last chunk, so not where that is far away.
@@ -62,6 +62,8 @@ class SpanAssembler:
         self._stay_in_chunks = False  # most rows of the last span
 
     def run(self) -> None:
+        from ..sources.fields import check_fields
+
         check_fields(self._sources, self._kinds, self._equipment.maker)
         is_selected = any(source.selection is not None for source in self._sources)
         ahead = Ahead.of(len(self._sources), self._share.world_size, is_selected=is_selected)
@@ -177,6 +179,8 @@ class SpanAssembler:
 
     def _log_entries(self, rows: AnyRows, num_valid: int) -> tuple[IntArray, IntArray | None]:
         """What a log of a mixture has of the rows that count, and pairs of those that others take the place of."""
+        from ..pipeline.delivery_log import to_keys
+
         epochs, planned = rows.epochs, rows.planned
         assert epochs is not None
         if planned is None:

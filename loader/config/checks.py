@@ -12,7 +12,6 @@ import numpy as np
 
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..columns import KEY_COLUMN
-from ..dataset.manifest import Manifest
 from ..decoding.decode import DecodeChoice, check_choice
 from ..errors import ConfigError, PartitionError
 from ..formats.schema import refuse_missing
@@ -25,6 +24,8 @@ from ..ranks.detect import find_rank, find_rank_in_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from ..dataset.manifest import Manifest
 
 LastBatch = Literal["drop", "pad", "partial"]
 SampleWeights = Sequence[float] | np.ndarray[Any, Any] | Mapping[str, float]

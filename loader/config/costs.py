@@ -6,15 +6,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..dataset.cost_index import open_costs
-from ..dataset.manifest import Manifest
 from ..errors import ConfigError
-from ..order.costs.buckets import Bucket
-from ..order.costs.budget import StepBudget, TokenBudget
-from ..order.costs.costs import Cost, SampleCosts
-from ..order.plan import Share
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..order.costs.buckets import Bucket
+    from ..order.costs.budget import TokenBudget
+    from ..order.costs.costs import Cost, SampleCosts
+    from ..order.plan import Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,12 @@ class CostArguments:
         last_batch: str,
         batch_sizes: tuple[int | None, int | None],
     ) -> CostArguments:
+        if cost is None and bucket is None and batch_tokens is None:
+            return CostArguments(cost=None, bucket=None, budget=None)
+        from ..order.costs.buckets import Bucket
+        from ..order.costs.budget import TokenBudget
+        from ..order.costs.costs import Cost
+
         if batch_tokens is not None and batch_sizes != (None, None):
             batch_size, global_batch_size = batch_sizes
             raise ConfigError(
@@ -77,6 +84,12 @@ class CostArguments:
             DatasetError: an index is missing or damaged; says what to run.
             PartitionError: the budget does not hold the longest sample.
         """
+        if self.cost is None and self.budget is None and self.bucket is None:
+            return share, None
+        from ..dataset.cost_index import open_costs
+        from ..order.costs.budget import StepBudget
+        from ..order.costs.costs import Cost
+
         opened = partial(open_costs, manifest, storage_options=storage_options, cache_dir=cache_dir)
         if self.cost is not None:
             share = replace(share, costs=opened(self.cost))

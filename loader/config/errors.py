@@ -6,22 +6,24 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
 from ...storage.files import in_home
 from ...storage.suggestions import unknown_choice
-from ..dataset.manifest import Manifest
-from ..decoding.replace import Replacer
-from ..decoding.row_work import RowWork
 from ..errors import ConfigError
-from ..order.plan import Share
-from ..order.selecting.selection import Selection
-from ..reading.bad.file import Paths, QuarantineFile, read_quarantine
-from ..reading.bad.samples import BadSamples, Limit
-from ..reading.chunk_source import ChunkSource
 from .checks import check_at_least
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..decoding.replace import Replacer
+    from ..decoding.row_work import RowWork
+    from ..order.plan import Share
+    from ..order.selecting.selection import Selection
+    from ..reading.bad.file import Paths
+    from ..reading.bad.samples import BadSamples
+    from ..reading.chunk_source import ChunkSource
 
 OnError = Literal["stop", "skip", "replace"]
 
@@ -120,6 +122,9 @@ class ErrorArguments:
         """What to do in this data set."""
         if not self.goes_on:
             return ErrorPolicy(self, manifest, selection, None)
+        from ..reading.bad.file import QuarantineFile, read_quarantine
+        from ..reading.bad.samples import BadSamples, Limit
+
         entries = [] if self.avoid is None else read_quarantine(self.avoid, manifest)
         chunks = [entry.id for entry in entries if entry.kind == "chunk"]
         ordinals = np.searchsorted(manifest.first_ids, np.array(chunks, np.int64), side="right") - 1
@@ -156,6 +161,9 @@ class ErrorPolicy:
         """What replaces bad samples, None where they are not; of one that only looks nothing is counted or written."""
         if self.bad is None or self.told.on_error != "replace":
             return None
+        from ..decoding.replace import Replacer
+        from ..reading.bad.samples import BadSamples, Limit
+
         bad = self.bad if counts else BadSamples(self.manifest, Limit(self.manifest.num_samples, ""), None, "replaced")
         return Replacer(chunks, work, bad, self.selection)
 

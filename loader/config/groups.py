@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..dataset.manifest import Manifest
 from ..errors import ConfigError
 from ..ranks.sequence_cut import PlacedCut, SequenceCut
 from ..ranks.stages import FieldsByStage, StageFields
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from ..dataset.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)

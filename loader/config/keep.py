@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..decoding.decode import FieldDecoders
-from ..decoding.rows import Rows
 from ..errors import ConfigError
 from ..formats.schema import null_marks
+
+if TYPE_CHECKING:
+    from ..decoding.rows import Rows
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 

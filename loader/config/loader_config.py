@@ -9,28 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ...storage.options import MappedReads
-from ..dataset.manifest import Manifest
-from ..dataset.splits import Split
 from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import DecodeChoice, RawValues, check_decode, decodes_on_device
-from ..decoding.images import device_codec
-from ..decoding.row_work import Sample
 from ..errors import ConfigError
-from ..formats.shard import ShardFormat
-from ..order.auto import Choice
-from ..order.costs.buckets import Bucket
-from ..order.costs.budget import TokenBudget
-from ..order.costs.costs import Cost
-from ..order.plan import Share
-from ..order.selecting.subset import Subset
-from ..packing.config import Packing
-from ..packing.packer import Packer
-from ..pipeline.device import resolve_cuda
-from ..pipeline.tuning import TuningChoice
-from ..ranks.sequence_cut import SequenceCut
-from ..ranks.stages import FieldsByStage
-from ..reading.bad.file import Paths
 from .checks import (
     LastBatch,
     SampleWeights,
@@ -45,13 +26,32 @@ from .checks import (
 from .costs import CostArguments
 from .errors import ErrorArguments, OnError
 from .groups import GroupArguments
-from .keep import KeepChoice
 from .mixture import Mixture, Source
 from .reshaping import Reshaping
 from .tuning import read_tuning
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from ...storage.options import MappedReads
+    from ..dataset.manifest import Manifest
+    from ..dataset.splits import Split
+    from ..decoding.images import device_codec
+    from ..decoding.row_work import Sample
+    from ..formats.shard import ShardFormat
+    from ..order.auto import Choice
+    from ..order.costs.buckets import Bucket
+    from ..order.costs.budget import TokenBudget
+    from ..order.costs.costs import Cost
+    from ..order.plan import Share
+    from ..order.selecting.subset import Subset
+    from ..packing.config import Packing
+    from ..packing.packer import Packer
+    from ..pipeline.tuning import TuningChoice
+    from ..ranks.sequence_cut import SequenceCut
+    from ..ranks.stages import FieldsByStage
+    from ..reading.bad.file import Paths
+    from .keep import KeepChoice
 
 # Arguments that a mixture cannot have as a whole, and what to do instead.
 _OF_ONE_DATA_SET = {
@@ -158,6 +158,8 @@ class LoaderConfig:
     cache_bytes: int | None = field(init=False)
 
     def __post_init__(self) -> None:
+        from ..pipeline.device import resolve_cuda
+
         if self.is_mixture:
             self._refuse_whole()
         check_shuffle(self.shuffle)
@@ -301,11 +303,14 @@ class LoaderConfig:
                     "whole batches at once, and never samples in host memory; leave out "
                     f"{name}, or the decoder's device="
                 )
+        from ..decoding.images import device_codec
+
         return device_codec.open_codec(self.cuda)
 
 
 def _read_reshaping(asked: AskedSource, packers: dict[int, Packer]) -> Reshaping | None:
     """What a source of a mixture drops or packs. Sources with the same settings share a packer and its tokenizer."""
+    from ..packing.packer import Packer
 
     def open_packer(packing: Packing) -> Packer:
         if id(packing) not in packers:

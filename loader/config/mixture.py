@@ -6,21 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from os import PathLike
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from ...storage.suggestions import did_you_mean, unknown_choice
-from ..dataset.manifest import Manifest
-from ..dataset.splits import Split
-from ..decoding.decode import DecodeChoice
-from ..decoding.row_work import Sample
 from ..errors import ConfigError
-from ..formats.shard import ShardFormat
-from ..order.mixtures.mixture import MOST_SAMPLES, Stop, WeightChange
 from ..order.selecting.subset import Subset
-from ..packing.config import Packing
-from .keep import KeepChoice
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..dataset.splits import Split
+    from ..decoding.decode import DecodeChoice
+    from ..decoding.row_work import Sample
+    from ..formats.shard import ShardFormat
+    from ..order.mixtures.mixture import Stop, WeightChange
+    from ..packing.config import Packing
+    from .keep import KeepChoice
 
 
 class _Inherited:
@@ -111,6 +113,8 @@ class Mixture:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        from ..order.mixtures.mixture import Stop
+
         if not isinstance(self.sources, Mapping) or not self.sources:
             raise ConfigError(f"Mixture({self.sources!r}): give a mapping from at least one name or URL to its weight")
         if self.stop is not None and self.stop not in get_args(Stop):
@@ -174,6 +178,8 @@ class Mixture:
 
     def changes(self) -> tuple[WeightChange, ...]:
         """The weights of all sources from each position on at which some change, from 0 on."""
+        from ..order.mixtures.mixture import WeightChange
+
         positions = sorted({0, *self._positions()})
         return tuple(WeightChange(position, tuple(self._weights_at(position))) for position in positions)
 
@@ -206,6 +212,8 @@ def check_weight(name: str, weight: object) -> None:
 
 def check_position(name: str, position: object, least: int) -> None:
     """Raise ConfigError unless a position is a number of samples of a run, from ``least`` on."""
+    from ..order.mixtures.mixture import MOST_SAMPLES
+
     is_whole = isinstance(position, int | np.integer) and not isinstance(position, bool)
     if not is_whole or not least <= int(position) < MOST_SAMPLES:  # type: ignore[call-overload]
         raise ConfigError(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...storage.suggestions import did_you_mean
-from ..dataset.manifest import Manifest
 from ..errors import ConfigError
 from ..formats.schema import NULL_SUFFIX, names_read, null_marks
 from ..order.state import PACKING
 from ..packing.config import Packing
-from ..packing.packer import Packer
 from ..pipeline.tuning import mean_row_bytes
 from .checks import check_names
-from .costs import CostArguments
-from .keep import KeepChoice, Sieve
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..packing.packer import Packer
+    from .costs import CostArguments
+    from .keep import KeepChoice, Sieve
 
 FILTER = "filter"
 
@@ -42,7 +44,7 @@ class Reshaping:
         costs: CostArguments | None = None,
         on_error: object = "stop",
         *,
-        open_packer: Callable[[Packing], Packer] = Packer.open,
+        open_packer: Callable[[Packing], Packer] | None = None,
     ) -> Reshaping | None:
         """None where every sample is delivered. Raises ConfigError where the arguments do not fit each other."""
         if not isinstance(may_drop, bool):
@@ -66,11 +68,13 @@ class Reshaping:
                 "known of samples as they are stored, not of those that are left or of sequences; leave out one of the "
                 "two, or select by subset="
             )
-        packer = None if packing is None else open_packer(packing)
+        from ..packing.packer import Packer
+        from .keep import Sieve
+
         return Reshaping(
             None if keep is None else Sieve(keep),
             may_drop or skips,
-            packer,
+            None if packing is None else (open_packer or Packer.open)(packing),
             transform is not None,
             skips,
             only_skips=keep is None and not may_drop and packing is None,

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, Literal
 
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
-from ..limits import parse_bytes, usable_cores
+from ..limits import parse_bytes, usable_cores, usable_memory
 from ..pipeline.tuning import TuningChoice
 from ..ranks.detect import local_world_size
 from .checks import check_at_least
+
+# Processes that take a rank's images over from its threads.
+_LEAST_CORES = 6
+_CORES_A_SPARE = 8
+_LEAST, _MOST = 8, 32  # fewer would decode less than the threads do
+_BYTES = 40 << 20  # of a process, beside what they share
+_MEMORY_SHARE = 0.05
 
 
 def read_tuning(
@@ -46,3 +55,14 @@ def read_tuning(
         cores_of_node=cores,
         processes=processes,
     )
+
+
+def count_image_processes(cores: int) -> int:
+    """Count the processes that are to decode a rank's images, of so many cores; 0 where its threads are to."""
+    is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
+    if cores < _LEAST_CORES or not is_python:  # an application that Python is part of would be started again
+        return 0
+    # Some are left to the loop, and to threads that fetch and copy.
+    wanted = min(cores - 1 - cores // _CORES_A_SPARE, _MOST)
+    in_memory = int(_MEMORY_SHARE * usable_memory() / local_world_size() / _BYTES)
+    return min(wanted, in_memory) if in_memory >= min(wanted, _LEAST) else 0

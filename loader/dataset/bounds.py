@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...storage import ObjectInfo
-from ..columns import IntArray
+if TYPE_CHECKING:
+    from ...storage import ObjectInfo
+    from ..columns import IntArray
 
 _MOST = 1 << 60  # samples, or bytes, of a whole data set: sums stay within int64
 _SHOWN = 100  # characters of what is wrong

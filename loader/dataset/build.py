@@ -25,7 +25,6 @@ from ..formats.tokens import has_free_dtype, index_keys
 from .doubts import heed_names, warn_doubt
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
-from .table_logs import refuse_logged
 
 # Indexing mostly waits. Against a server on this machine 4 to 64 threads take about the same time; against one far away
 # more are faster, up to the 64 requests that a store runs at once.
@@ -93,6 +92,8 @@ def prepare_index(
     tasks = order_tasks(store, selection, shard_format, is_given=given is not None)
     shards = [task.info.key for task in tasks]
     if shard_format.name == "parquet" and (selection.chosen is None or selection.folders):
+        from .table_logs import refuse_logged
+
         refuse_logged(selection.url, (info.key for info in selection.listing), shards)
     refuse_mixed(store, selection, shards)
     heed_shards(selection, shards, shard_format, tell)

@@ -7,13 +7,16 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from ..errors import DatasetError
-from ..formats.shard import ShardFormat, ShardTask
 from .manifest import Manifest
 from .sealed_folder import SealedFolder
+
+if TYPE_CHECKING:
+    from ..formats.shard import ShardFormat, ShardTask
 
 _KEPT = 256
 # Manifests with other estimates of memory are other manifests: an order that is chosen for a new run depends on them.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from ...storage import Store
 from ...storage.hashing import xxh3_64
 from ...storage.threads.daemon_pool import DaemonPool
-from .manifest import Manifest
+
+if TYPE_CHECKING:
+    from ...storage import Store
+    from .manifest import Manifest
 
 _MOST_BYTES = 64 << 20  # of several chunks
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -19,8 +19,10 @@ from ...storage.files import write_all
 from ...storage.own_folder import OwnFolder
 from ..errors import ConfigError, DatasetError
 from ..order.costs.costs import Cost, CostValues, SampleCosts
-from .manifest import Manifest
 from .sealed_folder import cache_home
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
 
 _MAGIC = b"penstock costs 1\n"
 _HEAD_BYTES = 4096

@@ -6,13 +6,11 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...storage import Store, open_store
 from ..errors import ConfigError
 from ..formats.detect import make_format
-from ..formats.shard import ShardFormat
-from ..progress import show_progress
 from .build import (
     INDEX_THREADS,
     PendingIndex,
@@ -23,12 +21,14 @@ from .build import (
 )
 from .cache import IndexCache
 from .class_names import warn_of_parts, with_names_of_parts
-from .copied import is_copy
 from .doubts import warn_doubt
 from .exchange import Exchange, join_exchange
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Source, select
-from .splits import Split
+
+if TYPE_CHECKING:
+    from ..formats.shard import ShardFormat
+    from .splits import Split
 
 
 def open_manifest(
@@ -193,8 +193,13 @@ class _Opening:
             return manifest
 
     def _make(self, store: Store, pending: PendingIndex, copied: Manifest | None) -> Manifest:
-        if copied is not None and is_copy(store, copied) and not self._has_samples(store, pending):
-            return copied
+        from ..progress import show_progress
+
+        if copied is not None:
+            from .copied import is_copy
+
+            if is_copy(store, copied) and not self._has_samples(store, pending):
+                return copied
         missing = pending.missing
         with show_progress("indexing", len(missing), unit="shards", enabled=self.progress) as advance:
             tasks = [pending.tasks[position] for position in missing]

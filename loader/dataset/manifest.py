@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
 from ...storage import ObjectInfo
-from ..columns import IntArray
 from ..errors import DatasetError, MemoryLimitError
 from ..formats.hive import stored_schema, with_path_columns
 from ..formats.shard import ChunkRef, ShardIndex
 from ..order.cached import cached_property
 from .bounds import find_misfit, find_strange_schema
 from .part_sums import FORMATS_IN_PARTS, UNTHREADED, PartSums
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1

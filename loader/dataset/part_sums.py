@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
-from ..columns import IntArray
+if TYPE_CHECKING:
+    from ..columns import IntArray
 
 SumArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 

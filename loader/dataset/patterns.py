@@ -6,9 +6,12 @@ import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...storage import ObjectInfo
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ...storage import ObjectInfo
 
 FILE = "file://"
 _BRACES = re.compile(r"\{([^{}]*)\}")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...storage import ObjectInfo
 from ..errors import DatasetError
 from .patterns import fixed_prefix, match_glob
+
+if TYPE_CHECKING:
+    from ...storage import ObjectInfo
 
 README_NAME = "README.md"
 MOST_BYTES = 4 << 20  # of a README.md

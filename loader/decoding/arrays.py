@@ -8,12 +8,14 @@ import re
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..columns import AnyArray
 from ..errors import DecodeError
+
+if TYPE_CHECKING:
+    from ..columns import AnyArray
 
 T = TypeVar("T")
 

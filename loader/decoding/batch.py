@@ -9,32 +9,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ...storage.threads.daemon_pool import DaemonPool, PoolClosedError
 from ...storage.threads.interruptible import Event, Future
-from ..columns import AnyArray, IntArray
-from ..dataset.manifest import Manifest
 from ..errors import LoaderClosedError
-from ..metrics import Counters
-from ..reading.bad.samples import BadSamples
-from .batch_memory import BatchMemory
 from .batch_options import IDS, VALID, Batch, BatchOptions
 from .byte_views import ByteViews
 from .collate import collate_samples
-from .decode import FieldDecoders
 from .late.call import Call
 from .late.jobs import start_on_call, start_together, started
 from .pace import Pace
-from .replace import Replacer
 from .row_job import RowCrew, RowJob
-from .row_work import Sample
-from .rows import Rows
-from .workers.images import ImageProcesses
-from .workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from ..columns import AnyArray, IntArray
+    from ..dataset.manifest import Manifest
+    from ..metrics import Counters
+    from ..reading.bad.samples import BadSamples
+    from .batch_memory import BatchMemory
+    from .decode import FieldDecoders
+    from .replace import Replacer
+    from .row_work import Sample
+    from .rows import Rows
+    from .workers.images import ImageProcesses
+    from .workers.pool import WorkerPool
 
 _STORED = (torch.uint16, torch.uint32)
 

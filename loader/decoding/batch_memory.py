@@ -13,12 +13,14 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...storage.memory.leases import MemoryLeases
-from ..columns import AnyArray
+
+if TYPE_CHECKING:
+    from ..columns import AnyArray
 
 _LEAST_BYTES = 64 << 10  # smaller arrays come from malloc, which keeps their memory
 _ALIGN_BYTES = 64  # a cache line: stores of the widest registers then touch one line each

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import IntArray
 from ..errors import ConfigError
 from .row_work import RowWork, Sample
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
+
+    from ..columns import IntArray
 
     # What collate= returns; without one a dict of name -> tensor or list.
     BatchT = TypeVar("BatchT", default=dict[str, Any])

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, overload
 import numpy as np
 import pyarrow as pa
 
-from ..columns import AnyArray, BytesColumn, IntArray
 from ..errors import ConfigError
 from ..reading.leases import owner_of
 
 if TYPE_CHECKING:
     import torch  # worker processes import this module and need not wait for torch
+
+    from ..columns import AnyArray, BytesColumn, IntArray
 
 Lend = Callable[[memoryview], memoryview | None]
 

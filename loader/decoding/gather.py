@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
 from ..errors import DecodeError
 from ..order.cached import cached_property
-from ..order.spans import ChunkRows
 from ..reading.mapped.chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
-from ..reading.mapped.files import MappedFile
-from .batch_memory import BatchMemory
 from .byte_views import Lend, ViewsOfSpan, take_views
-from .decode import FieldDecoders
 from .late.bytes import LateBytesOfSpan
 from .late.rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
 from .rows import Rows, Values
 from .span_values import ArrayOfSpan, ListOfSpan, RaggedOfSpan
+
+if TYPE_CHECKING:
+    from ..order.spans import ChunkRows
+    from ..reading.mapped.files import MappedFile
+    from .batch_memory import BatchMemory
+    from .decode import FieldDecoders
 
 
 def gather(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ...storage.threads.interruptible import Future
-from ..columns import IntArray
 from .batch import BatchMaker, UnfinishedBatch, are_rows_done, cancel_rows, wait_for_rows
-from .batch_options import Batch
 from .byte_views import ByteViews
 from .collate import collate_values
-from .row_job import RowJob
-from .row_work import Sample
+
+if TYPE_CHECKING:
+    from ...storage.threads.interruptible import Future
+    from ..columns import IntArray
+    from .batch_options import Batch
+    from .row_job import RowJob
+    from .row_work import Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..columns import KEY_COLUMN, Block, IntArray
-from ..dataset.manifest import Manifest
 from ..errors import DatasetError, DecodeError
 from ..order.replacement import candidates
-from ..order.selecting.selection import Selection
 from ..order.spans import ChunkRows
 from ..reading.bad.file import Quarantined
 from ..reading.bad.quarantine import DATA_ERRORS
-from ..reading.bad.samples import BadSamples
-from ..reading.chunk_source import ChunkSource
 from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .copies import copy_sample, copy_value
-from .decode import FieldDecoders
 from .gather import gather
 from .row_errors import describe_row
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork
-from .rows import Rows
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..order.selecting.selection import Selection
+    from ..reading.bad.samples import BadSamples
+    from ..reading.chunk_source import ChunkSource
+    from .decode import FieldDecoders
+    from .rows import Rows
 
 _KEPT_BLOCKS = 4
 

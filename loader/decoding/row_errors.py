@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..columns import KEY_COLUMN
-from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DecodeError
-from .row_work import RowError
-from .rows import Rows
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from .row_work import RowError
+    from .rows import Rows
 
 
 def explain_row_error(error: RowError, rows: Rows, manifest: Manifest) -> Exception:

@@ -8,29 +8,30 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import AnyArray, Ragged
-from ..dataset.manifest import Manifest
 from ..errors import LoaderClosedError
-from ..metrics import Counters
-from ..reading.bad.samples import BadSamples
-from .batch_memory import BatchMemory
 from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .collate import collate_values, images_to_tensor
 from .decode import FieldDecoders, is_channels_first
 from .pace import PROCESSES_LEAST_S, THREADS_LEAST_S, Pace
-from .replace import tell_bad
 from .row_errors import explain_row_error
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork, Sample, channels_first
-from .rows import Rows
-from .workers.images import ImageProcesses
-from .workers.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from ...storage.threads.daemon_pool import DaemonPool
+    from ..dataset.manifest import Manifest
+    from ..metrics import Counters
+    from ..reading.bad.samples import BadSamples
+    from .batch_memory import BatchMemory
+    from .rows import Rows
+    from .workers.images import ImageProcesses
+    from .workers.pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +176,8 @@ class RowJob:
             samples[bad.row] = None
         if self._crew.bad is not None:
             told = [bad for bad in self.results.failed if failed is None or bad.row < failed.row]
+            from .replace import tell_bad
+
             try:
                 tell_bad(told, self.rows, self.task.epoch, self._crew.manifest, self._crew.bad)
             except RowError as too_many:

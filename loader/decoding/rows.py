@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..columns import AnyArray, IntArray, Ragged
 from ..reading.mapped.files import looking_at
-from .batch_memory import BatchMemory
 from .byte_views import ByteViews
 from .copies import copy_value
-from .decode import FieldDecoder
 from .late.rows import LateFields, make_all
+
+if TYPE_CHECKING:
+    from .batch_memory import BatchMemory
+    from .decode import FieldDecoder
 
 # Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
 _LEAST_LOOK_BYTES = 64 << 10

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..columns import AnyArray, IntArray, Ragged
-from ..order.spans import ChunkRows
+
+if TYPE_CHECKING:
+    from ..order.spans import ChunkRows
 
 
 class ArrayOfSpan:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...storage import ByteRange, ObjectInfo, Store
-from ..columns import Block
 from ..errors import ConfigError, FormatError, MemoryLimitError
 from .names import find_shards
 from .schema import merge_columns
 from .shard import ChunkRef, Header, ShardTask
+
+if TYPE_CHECKING:
+    from ...storage import ByteRange, ObjectInfo, Store
+    from ..columns import Block
 
 
 def check_whole(name: str, value: object) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..columns import IntArray
 from .shard import ChunkSpan
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
 
 
 def cut_samples(starts: IntArray, stops: IntArray, chunk_bytes: int, counts: IntArray | None = None) -> list[ChunkSpan]:

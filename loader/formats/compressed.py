@@ -9,16 +9,19 @@ from __future__ import annotations
 import io
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import zstandard
 
-from ...storage import ObjectInfo, Store
 from ..errors import FormatError
 from .base import refuse_large
-from .shard import ChunkRef
 from .windows import ShardWindows
+
+if TYPE_CHECKING:
+    from ...storage import ObjectInfo, Store
+    from .shard import ChunkRef
 
 PIECE_BYTES = 4 << 20
 # Deflate cannot shrink by more; a hint beyond it is damage. Zstandard can, but then starts small and grows.

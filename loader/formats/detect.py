@@ -7,7 +7,7 @@ import shlex
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zstandard
 
@@ -15,7 +15,9 @@ from ...storage import ByteRange, ObjectInfo, Store
 from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError, DatasetError
 from .names import SUFFIXES, has_suffix, is_hidden
-from .shard import ShardFormat
+
+if TYPE_CHECKING:
+    from .shard import ShardFormat
 
 # Imported on first use, so that who names a format does not wait for the libraries of the others.
 _CLASSES = {

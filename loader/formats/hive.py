@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -19,7 +19,9 @@ import pyarrow as pa
 from ..columns import ArrayColumn, Block, BytesColumn, Column
 from .names import is_text
 from .schema import NULL_SUFFIX, make_block, refuse_null_clash
-from .shard import ChunkRef
+
+if TYPE_CHECKING:
+    from .shard import ChunkRef
 
 # Formats of tables: samples of others have fields of their own, told by names of files.
 TABLES = frozenset({"parquet", "arrow", "jsonl"})

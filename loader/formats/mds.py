@@ -10,12 +10,11 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ...storage import ByteRange, ObjectInfo, Store
-from ..columns import Block, Column, IntArray
 from ..errors import DatasetError, FormatError
 from .base import BaseFormat, whole_part
 from .chunks import cut_samples
@@ -24,6 +23,9 @@ from .mds_encodings import fixed_size, gather, make_column
 from .names import SUFFIXES, find_shards, is_hidden
 from .schema import choose_columns, make_block
 from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
+
+if TYPE_CHECKING:
+    from ..columns import Block, Column, IntArray
 
 _INDEX_NAME = "index.json"
 _SUFFIX = ".mds"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from ...storage import ObjectInfo
+if TYPE_CHECKING:
+    from ...storage import ObjectInfo
 
 # Of the formats, all in lower case; in one place, so that a name is known without the libraries of every format.
 CODEC_SUFFIXES = (".gz", ".bz2", ".zst", ".zstd")

@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ...storage import ByteRange, ObjectInfo, Store
-from ..columns import Block
+
+if TYPE_CHECKING:
+    from ..columns import Block
 
 # Chunks of shards that may be cut anywhere between samples are made about this long: long enough that a GET's
 # latency is small beside its transfer, short enough that hundreds fit into memory.

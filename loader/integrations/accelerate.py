@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..data_loader import DistributedDataLoader
 from .torch_loader import TorchLoader
+
+if TYPE_CHECKING:
+    from ..data_loader import DistributedDataLoader
 
 try:
     from accelerate import Accelerator

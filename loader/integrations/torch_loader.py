@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ..data_loader import DistributedDataLoader
 from ..errors import ConfigError
 from ..order.sealed import unseal
 from ..run.no_items import NoItems
+
+if TYPE_CHECKING:
+    from ..data_loader import DistributedDataLoader
 
 
 class TorchLoader(DataLoader[Any]):

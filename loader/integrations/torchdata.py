@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..data_loader import DistributedDataLoader
 from ..decoding.batch_options import BatchT
+
+if TYPE_CHECKING:
+    from ..data_loader import DistributedDataLoader
 
 try:
     from torchdata.nodes import BaseNode

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from .permutation import IntArray
 from .plan import Order, next_power_of_two
+
+if TYPE_CHECKING:
+    from .permutation import IntArray
 
 Choice = int | Literal["auto"]
 

@@ -7,12 +7,15 @@ each other without a gap in any source, whose own epochs are laid end to end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .mixtures.mixture import Cursor, MixturePlan
-from .permutation import IntArray
 from .spans import EpochSpans, Part, Taken
+
+if TYPE_CHECKING:
+    from .mixtures.mixture import Cursor, MixturePlan
+    from .permutation import IntArray
 
 _MOST_PARTS = 64  # epochs of sources in a span of several steps
 

@@ -11,12 +11,14 @@ import base64
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import StateMismatchError
-from .permutation import IntArray
+
+if TYPE_CHECKING:
+    from .permutation import IntArray
 
 _PLAIN_LANES = 64  # up to here, arrays are lists that people can read
 _MOST_BYTES = 8 << 20

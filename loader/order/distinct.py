@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from .permutation import IntArray
+if TYPE_CHECKING:
+    from .permutation import IntArray
 
 
 def distinct(values: IntArray) -> IntArray:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import ConfigError
 from .distinct import distinct
 from .mixing import Mixing, measure_mixing
-from .permutation import IntArray
 from .plan import EpochPlan, Order, batch_bounds, lane_offsets, require_steps, share_bounds
+
+if TYPE_CHECKING:
+    from .permutation import IntArray
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 _MOST_EDGES = 1 << 20  # cuts of lanes and ranks that are examined at most: it bounds memory

@@ -8,11 +8,14 @@ than chance would have it, and 10 is ten times as clumped.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .permutation import IntArray
 from .plan import EpochPlan, batch_bounds, rank_segments
+
+if TYPE_CHECKING:
+    from .permutation import IntArray
 
 _CLASSES = 10
 _FAIR, _POOR, _MOST_DRIFT = 1.5, 4.0, 0.2  # spreads of classes, and a correlation, from which on words change

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .permutation import IntArray
 from .plan import batch_bounds, rank_segments
+
+if TYPE_CHECKING:
+    from .permutation import IntArray
 
 
 def fillable(known: IntArray, turns: IntArray) -> int:

@@ -8,10 +8,12 @@ so they are for data sets that a rank holds in memory anyway.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .permutation import IntArray
+if TYPE_CHECKING:
+    from .permutation import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .permutation import IntArray, permutation, random_numbers, stream_key
-from .selecting.selection import Selection
+
+if TYPE_CHECKING:
+    from .selecting.selection import Selection
 
 _FOR_NEAR, _FOR_FAR, _FOR_ROWS = 7, 8, 9  # what a stream of random numbers is used for, as in plan.py
 NEAR = 8  # are tried in the bad sample's own chunk

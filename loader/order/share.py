@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import PartitionError
-from .costs.budget import StepBudget
-from .costs.costs import SampleCosts
-from .permutation import IntArray
+
+if TYPE_CHECKING:
+    from .costs.budget import StepBudget
+    from .costs.costs import SampleCosts
+    from .permutation import IntArray
 
 
 def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:

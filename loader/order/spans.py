@@ -14,19 +14,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from .cached import cached_property
-from .costs.buckets import plan_epoch
-from .costs.costs import SampleCosts
 from .costs.steps import plan_steps
-from .costs.walk import CostCuts
-from .permutation import IntArray
 from .plan import EpochPlan, Order, Segments, Share, column_segments, lane_offsets
-from .selecting.selection import Selection
-from .window import LaneWindow
+
+if TYPE_CHECKING:
+    from .costs.costs import SampleCosts
+    from .permutation import IntArray
+    from .selecting.selection import Selection
+    from .window import LaneWindow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class SourceOrder:
         return int(self.chunk_samples.sum()) if self.selection is None else self.selection.num_samples
 
     def plan(self, epoch: int) -> EpochPlan:
+        from .costs.buckets import plan_epoch
+
         return plan_epoch(self.chunk_samples, self.order, epoch, self.selection, self.bucket_costs)
 
 
@@ -186,7 +188,11 @@ class EpochSpans:
         self.plan = plan
         self.share = share
         self.steps = plan_steps(plan, share, last_batch)
-        self._cuts = None if share.costs is None else CostCuts(plan, share.costs)
+        self._cuts: CostCuts | None = None
+        if share.costs is not None:
+            from .costs.walk import CostCuts
+
+            self._cuts = CostCuts(plan, share.costs)
         self._windows: dict[int, deque[EnteredWindow]] = {}
         self._opened_until = np.zeros(plan.order.lanes, np.int64)  # per lane: offset up to which windows are open
 

@@ -9,9 +9,12 @@ best fit does one by one, since a sequence that was the best fit and still has r
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from ..columns import IntArray
+if TYPE_CHECKING:
+    from ..columns import IntArray
 
 
 def best_fit(lengths: IntArray, seq_len: int) -> tuple[IntArray, int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..columns import AnyArray, IntArray
+if TYPE_CHECKING:
+    from ..columns import AnyArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)

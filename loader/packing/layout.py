@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..columns import IntArray
 from .best_fit import best_fit
-from .config import LongDocuments, PackingMethod
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
+    from .config import LongDocuments, PackingMethod
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..columns import AnyArray, IntArray, join_slices
 from ..order.cached import cached_property
 from .config import FIELDS, Packing
-from .documents import Documents
 from .layout import Layout, lay_out
+
+if TYPE_CHECKING:
+    from .documents import Documents
 
 _AT_ONCE = 32  # sequences that are filled together
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from ..columns import AnyArray, Ragged
 from ..decoding.row_work import RowError
 from ..errors import ConfigError, DecodeError
 from ..order.cached import cached_property
-from .config import Tokenize
+
+if TYPE_CHECKING:
+    from .config import Tokenize
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INSTALL = "install penstock[text], or give a function from a list of texts to their token ids"

@@ -6,19 +6,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from ...storage.threads.interruptible import Event
-from ..columns import Block
-from ..decoding.batch import BatchMaker
-from ..metrics import Counters
-from ..order.cursors import Cursors
-from ..order.plan import Order, Share
-from ..order.spans import Span
-from ..reading.chunk_source import ChunkSource
-from ..reading.leases import Leases
-from .delivery_queue import Delivery
-from .tuning import PipelineOptions
+if TYPE_CHECKING:
+    from ...storage.threads.interruptible import Event
+    from ..columns import Block
+    from ..decoding.batch import BatchMaker
+    from ..metrics import Counters
+    from ..order.cursors import Cursors
+    from ..order.plan import Order, Share
+    from ..order.spans import Span
+    from ..reading.chunk_source import ChunkSource
+    from ..reading.leases import Leases
+    from .delivery_queue import Delivery
+    from .tuning import PipelineOptions
 
 MOST_AT_ONCE = 64  # steps that are gathered together
 _NEVER = 1 << 62

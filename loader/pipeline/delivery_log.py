@@ -7,18 +7,19 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...storage.files import in_home
-from ..columns import IntArray
-from ..dataset.manifest import Manifest
 from ..errors import ConfigError, DatasetError
-from ..order.selecting.selection import Selection
 from ..ranks.detect import own_process
-from ..ranks.peers import agreed_start
-from ..reading.bad.samples import BadSamples
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
+    from ..dataset.manifest import Manifest
+    from ..order.selecting.selection import Selection
+    from ..reading.bad.samples import BadSamples
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070
@@ -169,6 +170,8 @@ class DeliveryLog:
 
 def _name_launch() -> str:
     """What the ranks of one start have alike, and those of no other start of the run have."""
+    from ..ranks.peers import agreed_start
+
     start = agreed_start() or os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return ":".join([*(os.environ.get(name, "") for name in _LAUNCH), start])
 

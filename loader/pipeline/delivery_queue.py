@@ -6,15 +6,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...storage.threads.interruptible import Condition
-from ..columns import IntArray
 from ..decoding.batch import UnfinishedBatch
 from ..errors import LoaderClosedError
-from ..order.mixtures.laps import Lap
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
+    from ..order.mixtures.laps import Lap
 
 _MOST_ON_CALL = 64
 

@@ -20,17 +20,19 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from ...storage.suggestions import did_you_mean
-from ..columns import AnyArray
 from ..decoding.batch import Stored
 from ..decoding.byte_views import ByteViews
 from ..errors import ConfigError, LoaderClosedError
 from .pinned import copy_stream, register_memory
+
+if TYPE_CHECKING:
+    from ..columns import AnyArray
 
 # Tensors start at multiples of this in a slot: what cudaMalloc aligns to, and a multiple of any cache line.
 ALIGN_BYTES = 256

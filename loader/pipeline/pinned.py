@@ -8,12 +8,13 @@ from __future__ import annotations
 import mmap
 import weakref
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..columns import AnyArray
+if TYPE_CHECKING:
+    from ..columns import AnyArray
 
 
 @cache

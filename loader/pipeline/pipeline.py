@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,22 +21,24 @@ from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event, Thread
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
-from ..decoding.batch_options import BatchOptions
-from ..decoding.decode import FieldDecoders
-from ..decoding.replace import Replacer
-from ..decoding.workers.images import ImageProcesses
-from ..decoding.workers.pool import WorkerPool
-from ..metrics import Counters, Levels
-from ..reading.bad.samples import BadSamples
 from ..reading.chunk_reader import ChunkReader
-from ..reading.chunk_source import ChunkSource
 from ..reading.leases import Leases
 from .assembler import Assembler, Equipment, Start
-from .autotune import Settings
 from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
 from .tuner import Sums, Tuner
-from .tuning import PipelineOptions
+
+if TYPE_CHECKING:
+    from ..decoding.batch_options import BatchOptions
+    from ..decoding.decode import FieldDecoders
+    from ..decoding.replace import Replacer
+    from ..decoding.workers.images import ImageProcesses
+    from ..decoding.workers.pool import WorkerPool
+    from ..metrics import Counters, Levels
+    from ..reading.bad.samples import BadSamples
+    from ..reading.chunk_source import ChunkSource
+    from .autotune import Settings
+    from .tuning import PipelineOptions
 
 _CLOSING_S = 1.0  # how long close() waits for requests in flight
 _SHOWN_IDS = 8

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ...storage.threads.interruptible import Event
 from .autotune import Bounds, Measured, Settings, State, step
-from .tuning import PipelineOptions, TuningChoice
+
+if TYPE_CHECKING:
+    from ...storage.threads.interruptible import Event
+    from .tuning import PipelineOptions, TuningChoice
 
 TICK_S = 1.0
 _LONGEST_TICK_S = 30.0

@@ -6,18 +6,19 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..dataset.manifest import Manifest
 from ..errors import MemoryLimitError
 from ..limits import usable_memory
-from ..order.costs.buckets import count_open_chunks
-from ..order.plan import Order
 from ..ranks.detect import local_world_size
 from ..reading.chunk_source import ALWAYS_BYTES
 from ..reading.fetch_queue import SERVED
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..order.plan import Order
 
 _AUTO_MEMORY_SHARE = 0.4  # of what all of the node's ranks together may use
 _AHEAD_BYTES = 512 << 20  # what "auto" reads ahead, beyond twice the open windows
@@ -178,6 +179,8 @@ def first_fetch_threads(is_local: bool, response_s: float | None, chunk_bytes: i
 
 def _open_bytes(own_lanes: int, manifest: Manifest, order: Order) -> int:
     """About how many bytes the chunks of a data set take that so many lanes keep open at once."""
+    from ..order.costs.buckets import count_open_chunks
+
     whole = int(manifest.memory.sum())
     if order.piece:
         return whole

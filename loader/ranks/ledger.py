@@ -13,19 +13,21 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import xxhash
 
 from ...storage.threads.interruptible import Thread
-from ..columns import IntArray
 from ..dataset.exchange import RemoteError
 from ..errors import ConfigError, DatasetError
 from ..order.cursors import Cursors
 from ..order.outputs import Tail, fillable, keeper_ranks, limit
 from ..order.plan import Order, lane_offsets, lane_sizes, lane_turns
 from .channel import Channel, MemoryChannel
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
 
 _ANCHOR, _FRONTIER, _END = 0, 1, 2
 _LEAVE_S = 2.0

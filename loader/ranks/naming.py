@@ -9,14 +9,19 @@ among all.
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
+
+if TYPE_CHECKING:
+    from .incidents import Incident
 
 
 @dataclass(slots=True)
@@ -28,6 +33,7 @@ class _Counts:
 
 
 _counts: weakref.WeakKeyDictionary[Any, _Counts] = weakref.WeakKeyDictionary()  # by store: its ranks count alike
+last_told: dict[int, Incident] = {}  # by process: what it has told, until a loader of it goes on
 _before = _Counts()  # of loaders that are made before there is a group
 
 
@@ -81,3 +87,14 @@ def _describe(source: Any) -> str:
 
 def _digest(parts: list[Any]) -> str:
     return xxhash.xxh3_64_hexdigest("\n".join(map(str, parts)).encode("utf-8", "backslashreplace"))
+
+
+def group_store() -> Any:
+    """The store of the default process group, where that is initialised with two or more ranks."""
+    distributed = sys.modules.get("torch.distributed")  # imported by whoever initialised it
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    with suppress(RuntimeError, ValueError):  # it is being destroyed meanwhile
+        if distributed.get_world_size() >= 2:
+            return distributed.distributed_c10d._get_default_store()
+    return None

@@ -20,32 +20,30 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from ...storage.store_link import SILENT_S, START_KEY, clone_store, is_cut_off, place_of
 from ...storage.threads.interruptible import Condition, Thread
 from ..dataset.exchange import RemoteError
 from ..errors import RankStoppedError
-from .calls import Calls
-from .detect import is_torch_worker
 from .incidents import AGAIN_S, NAMESPACE, TOLD_WITHIN_S, Heard, Incident, Pending, this_process, wait_until_known
-from .naming import Attempt
+from .naming import group_store, last_told
 from .signs import Signs
+
+if TYPE_CHECKING:
+    from .calls import Calls
 
 LOOK_S = 0.5
 RANKS_A_SECOND = 2000  # that one store answers without effort: larger worlds look less often
 _LOG = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 Interrupt = Callable[[RankStoppedError | None], None]
 
 _lock = threading.Lock()
 _watches: dict[int, PeerWatch] = {}  # by process: a fork has none of its parent's threads
-_last_told: dict[int, Incident] = {}  # by process: what it has told, until a loader of it goes on
 
 
 _heard: weakref.WeakKeyDictionary[Any, Heard] = weakref.WeakKeyDictionary()  # by store
@@ -58,7 +56,7 @@ def join_peers(key: object, names: Sequence[str], interrupt: Interrupt, calls: C
     error that whoever waits for a batch is to raise, and with None once it was raised. ``calls`` are compared with
     those of the other ranks.
     """
-    store = _group_store()
+    store = group_store()
     if store is None:
         return None
     member = _Member(tuple(names), interrupt, calls)
@@ -76,7 +74,7 @@ def _leave_at_exit() -> None:
     watch = _watches.get(os.getpid())
     if watch is not None:
         watch.end()
-    told, group = _last_told.get(os.getpid()), _group_store()
+    told, group = last_told.get(os.getpid()), group_store()
     if told is not None and group is not None:
         with suppress(RuntimeError):  # the store is gone, and nobody is left to tell
             store, number = _clone(group), _heard.setdefault(group, Heard()).number
@@ -90,49 +88,23 @@ def agreed_start() -> str | None:
 
     torchrun's count of restarts is no such name: each node counts those that it asked for by itself.
     """
-    store = _group_store()
+    store = group_store()
     with suppress(RuntimeError):  # the store is gone; so is the group, as the first use of it will tell
         if store is not None and (store := _clone(store)).check([START_KEY]):
             return str(store.get(START_KEY).decode())
     return None
 
 
-def begin_attempt(source: object, world_size: int | None, **taken: object) -> Attempt | None:
-    """Number a loader that is about to be made; None where its rank has data of its own."""
-    if world_size == 1 or is_torch_worker():
-        return None
-    _last_told.pop(os.getpid(), None)
-    return Attempt.begin(_group_store(), source, taken)
+def note_made(names: Iterable[str]) -> None:
+    """Note that a loader of these names is no longer being made here; what others tell of it concerns this process."""
+    if (group := group_store()) is not None:
+        with _lock:
+            _heard.setdefault(group, Heard()).made.update(names)
 
 
-def tell_of_failure(init: Callable[P, None]) -> Callable[P, None]:
-    """Tell all ranks where a loader that they are to share cannot be made on this one; see ``PeerWatch.tell``."""
-
-    @wraps(init)
-    def telling(*args: P.args, **kwargs: P.kwargs) -> None:
-        given: list[Any] = list(args)
-        named: dict[str, Any] = dict(kwargs)
-        taken = {name: named.get(name) for name in ("split", "subset", "shuffle")}
-        source = given[1] if len(given) > 1 else named.get("source")
-        attempt = given[0]._attempt = begin_attempt(source, named.get("world_size"), **taken)
-        try:
-            init(*args, **kwargs)
-        except Exception as exc:
-            if attempt is not None:
-                _tell_at_once(exc, attempt.names)
-            raise
-        finally:
-            group = _group_store()
-            if attempt is not None and group is not None:
-                with _lock:
-                    _heard.setdefault(group, Heard()).made.update(attempt.names)
-
-    return telling
-
-
-def _tell_at_once(error: Exception, names: tuple[str, ...]) -> None:
+def tell_at_once(error: Exception, names: tuple[str, ...]) -> None:
     """Tell of an error without a watch. Where all ranks fail alike, each raises its own, and nobody waits."""
-    group = _group_store()
+    group = group_store()
     if group is None:
         return
     with _lock:
@@ -146,7 +118,7 @@ def _tell_at_once(error: Exception, names: tuple[str, ...]) -> None:
                 if first.error.message not in str(error):
                     error.add_note(f"before that, {first.to_exception()}")
                 return
-        _last_told[os.getpid()] = own
+        last_told[os.getpid()] = own
         wait_until_known(store, number, world_size - 1)
 
 
@@ -226,8 +198,8 @@ class PeerWatch:
         """Raise the error of another rank's loader, once. Called before each batch: cheap where there is none."""
         if self._heard.pending and (error := self._take(key)) is not None:
             raise error
-        if _last_told:
-            _last_told.pop(os.getpid(), None)
+        if last_told:
+            last_told.pop(os.getpid(), None)
 
     def _take(self, key: object) -> RankStoppedError | None:
         with self._changed:
@@ -270,7 +242,7 @@ class PeerWatch:
             store = _clone(self._group())
             store.add(f"{NAMESPACE}/watching", 1)
             while self._wait():
-                if (group := self._group()) is None or _group_store() is not group:
+                if (group := self._group()) is None or group_store() is not group:
                     break
                 del group  # which would keep the store after its group
                 self._look(store)
@@ -369,7 +341,7 @@ class PeerWatch:
             number = self._heard.number + 1
             with self._changed:
                 self._heard.number = number
-                _last_told[os.getpid()] = incident
+                last_told[os.getpid()] = incident
             wait_until_known(store, number, int(store.add(f"{NAMESPACE}/watching", 0)) - 1)
         else:
             own.add_note(f"before that, {first.error}")
@@ -388,17 +360,6 @@ def _in_transit(error: BaseException, rank: int) -> RemoteError:
     """The error with its notes, which tell of a user's function the sample and its shard."""
     cause = RemoteError.of(error, rank)
     return replace(cause, message="; ".join([cause.message, *getattr(error, "__notes__", [])]))
-
-
-def _group_store() -> Any:
-    """The store of the default process group, where that is initialised with two or more ranks."""
-    distributed = sys.modules.get("torch.distributed")  # imported by whoever initialised it
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    with suppress(RuntimeError, ValueError):  # it is being destroyed meanwhile
-        if distributed.get_world_size() >= 2:
-            return distributed.distributed_c10d._get_default_store()
-    return None
 
 
 def _place() -> tuple[int, int]:

@@ -7,24 +7,26 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...storage import ByteRange, Store, open_store
 from ...storage.hashing import xxh3_64
 from ...storage.threads.daemon_pool import DaemonPool
-from ..columns import Block
-from ..dataset.manifest import Manifest
 from ..dataset.part_sums import FORMATS_IN_PARTS, PartSums, SumArray
 from ..errors import ChecksumError, FormatError
 from ..formats.base import refuse_large
 from ..formats.detect import make_format
 from ..formats.hive import Partitions
-from ..formats.shard import ChunkRef, ShardFormat
 from ..metrics import Counters
 from ..progress import show_progress
 from .header_cache import HeaderCache
+
+if TYPE_CHECKING:
+    from ..columns import Block
+    from ..dataset.manifest import Manifest
+    from ..formats.shard import ChunkRef, ShardFormat
 
 READ_THREADS = 8
 _HEADER_BYTES = 128 << 20

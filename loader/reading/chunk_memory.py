@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 from ...storage.memory.buffers import BUFFERS
-from ..metrics import Counters
-from .chunk_source import ChunkSource
-from .leases import Leases
-from .slot import Slot
+
+if TYPE_CHECKING:
+    from ..metrics import Counters
+    from .chunk_source import ChunkSource
+    from .leases import Leases
+    from .slot import Slot
 
 
 class ChunkMemory:

@@ -6,31 +6,33 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...storage import ByteRange, DiscardingStore, LocalStore, Store
-from ...storage.options import MappedReads
 from ...storage.store import is_encrypted
 from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block
-from ..dataset.manifest import Manifest
 from ..errors import FormatError
 from ..formats.base import BaseFormat, refuse_large
 from ..formats.failures import explain_failures
 from ..formats.hive import Partitions
 from ..formats.schema import add_marks, expect_nulls
-from ..formats.shard import ChunkRef, ShardFormat
 from ..limits import usable_memory
 from ..metrics import Counters
 from .checksum import ChunkChecks
 from .header_cache import HeaderCache
-from .kept_layouts import KeptLayouts
 from .layouts import Layouts
 from .mapped.chunks import MappedChunks
 from .on_disk import cut_ranges, fetch_onto_disk, join_on_disk
 from .records import pack_records
+
+if TYPE_CHECKING:
+    from ...storage.options import MappedReads
+    from ..dataset.manifest import Manifest
+    from ..formats.shard import ChunkRef, ShardFormat
+    from .kept_layouts import KeptLayouts
 
 _HEADER_BYTES = 64 << 20  # until a pipeline sets its own limit
 # However small the limit: one chunk of this size is always read.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from .slot import Slot
+if TYPE_CHECKING:
+    from .slot import Slot
 
 # Threads that hide a store's own time for each request. Those beside them are for requests on their way along the line,
 # so they say how long that is.

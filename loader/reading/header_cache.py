@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...storage import ByteRange, DiscardingStore, ObjectInfo, Store
 from ..errors import FormatError
-from ..formats.shard import ShardFormat
-from ..metrics import Counters
+
+if TYPE_CHECKING:
+    from ..formats.shard import ShardFormat
+    from ..metrics import Counters
 
 ENTRY_BYTES = 300  # what a shard takes beside its header: a lock, and its place in the table; measured
 

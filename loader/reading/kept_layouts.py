@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +20,11 @@ import xxhash
 
 from ...storage.errors import StorageError
 from ..columns import AnyArray, Block, BytesColumn
-from ..dataset.manifest import Manifest
 from ..dataset.part_sums import UNTHREADED
 from ..dataset.sealed_folder import SealedFolder
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
 
 # What the formats make of the same bytes: to be raised when that changes.
 _VERSION = 1

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +25,9 @@ from ...storage.memory.mapped import kind_of_disk
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, Column, IntArray, ObjectColumn, Ragged, Records
 from ..errors import MemoryLimitError
 from ..formats.base import refuse_change, refuse_large
-from ..formats.shard import ChunkRef
+
+if TYPE_CHECKING:
+    from ..formats.shard import ChunkRef
 
 _AT_ONCE = 4  # pieces that are fetched together
 _IN_MEMORY = ("tmpfs", "ramfs")

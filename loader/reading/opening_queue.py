@@ -6,8 +6,10 @@ So threads that fetch never wait for others that open: as many requests are on t
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
-from .chunk_source import Fetched
+if TYPE_CHECKING:
+    from .chunk_source import Fetched
 
 
 class OpeningQueue:

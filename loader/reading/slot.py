@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..columns import Block
+if TYPE_CHECKING:
+    from ..columns import Block
 
 
 @dataclass(slots=True)

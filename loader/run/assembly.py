@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..assembly.span_assembler import SpanAssembler
-from ..config.loader_config import LoaderConfig
 from ..config.mixture import Mixture
 from ..metrics import Counters
-from ..pipeline.assembler import Assembler, Equipment, Start
-from ..ranks.channel import MemoryChannel, number_loader, open_channel
-from ..ranks.ledger import Ledgers
 from ..sampler.dataset import DatasetSchedule
-from ..sampler.mixture import MixtureSchedule
 from ..sampler.sampler import Sampler
-from ..sources.kinds import Kind
-from ..sources.quarantine import Quarantine
-from ..sources.sources import Sources
-from ..streams.assembler import assemble_mixture, assemble_one
+
+if TYPE_CHECKING:
+    from ..config.loader_config import LoaderConfig
+    from ..pipeline.assembler import Assembler, Equipment, Start
+    from ..ranks.ledger import Ledgers
+    from ..sources.kinds import Kind
+    from ..sources.quarantine import Quarantine
+    from ..sources.sources import Sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +38,9 @@ class Reading:
 
     def apart(self) -> Reading:
         """The same for whoever only looks: nothing is shared with a running pipeline, or told to other ranks."""
+        from ..ranks.channel import MemoryChannel
+        from ..ranks.ledger import Ledgers
+
         sources = self.sources.apart()
         return Reading(
             sources=sources,
@@ -60,6 +61,8 @@ def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
     order = {name: getattr(config, name) for name in ("seed", "shuffle", "lanes", "window", "piece")}
     of = [(s.manifest.fingerprint, None if s.selection is None else s.selection.to_dict()) for s in sources]
     if isinstance(config.source, Mixture):
+        from ..sampler.mixture import MixtureSchedule
+
         ledgers = _open_ledgers(f"mixture {of}", config) if sources.are_streams else None
         return Sampler(MixtureSchedule(config.source, sources, share=config.share, ledgers=ledgers, **order))
     [source], [(fingerprint, selected)] = sources, of
@@ -82,6 +85,9 @@ def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
 
 
 def _open_ledgers(identity: str, config: LoaderConfig) -> Ledgers:
+    from ..ranks.channel import number_loader, open_channel
+    from ..ranks.ledger import Ledgers
+
     rank, world_size = config.share.rank, config.share.world_size
     channel = partial(open_channel, number_loader(identity, world_size), world_size)
     return Ledgers(channel, rank=rank, world_size=world_size)
@@ -93,6 +99,8 @@ def make_assembler(
     """What assembles batches from ``start`` on, with the threads and buffers of a pipeline."""
     sources, kinds, quarantine = reading.sources, reading.kinds, reading.quarantine
     if not sources.are_streams:
+        from ..assembly.span_assembler import SpanAssembler
+
         return SpanAssembler(
             equipment,
             start,
@@ -102,6 +110,9 @@ def make_assembler(
             last_batch=config.last_batch,
             quarantine=quarantine,
         )
+    from ..sampler.mixture import MixtureSchedule
+    from ..streams.assembler import assemble_mixture, assemble_one
+
     assert reading.ledgers is not None
     of_all: dict[str, Any] = {
         "sources": sources,

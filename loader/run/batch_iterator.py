@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..decoding.batch_options import BatchT
 from ..errors import ConfigError
-from ..pipeline.delivery_queue import Delivery
-from .run import Run
+
+if TYPE_CHECKING:
+    from ..pipeline.delivery_queue import Delivery
+    from .run import Run
 
 
 class BatchIterator(Iterator[BatchT]):

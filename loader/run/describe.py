@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..order.costs.buckets import BucketedOrder
 from ..pipeline.tuning import MemoryLimitWarning, PipelineOptions
 from ..sampler.mixture import MixtureSchedule
-from ..sources.sources import OpenSource
-from .run import Run
+
+if TYPE_CHECKING:
+    from ..sources.sources import OpenSource
+    from .run import Run
 
 _WIDTH = 11  # of the stages' names
 _MOST_SOURCES, _MOST_NAMES = 5, 6

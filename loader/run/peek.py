@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event
-from ..columns import Block
 from ..decoding.batch import BatchMaker
 from ..errors import ConfigError, LoaderClosedError
 from ..metrics import Counters
 from ..pipeline.assembler import Equipment
-from ..pipeline.delivery_queue import Delivery
 from ..pipeline.device import DeviceFeeder
-from ..reading.chunk_source import ChunkSource
 from .assembly import make_assembler
-from .run import Run
+
+if TYPE_CHECKING:
+    from ..columns import Block
+    from ..pipeline.delivery_queue import Delivery
+    from ..reading.chunk_source import ChunkSource
+    from .run import Run
 
 _THREADS = 8
 _MOST_BYTES = 256 << 20

@@ -6,20 +6,22 @@ import os
 import threading
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...storage.observability.counts import StoreCounts, count_running, count_store
 from ...storage.observability.process_usage import resident_bytes
 from ...storage.threads.interruptible import Thread
-from ..decoding.workers.images import ImageProcesses
-from ..decoding.workers.pool import WorkerPool
 from ..errors import ForkedLoaderError, LoaderClosedError
 from ..metrics import Levels
-from ..pipeline.delivery_log import DeliveryLog
-from ..pipeline.pipeline import Pipeline
-from ..ranks.calls import Calls
 from ..ranks.detect import refuse_worker
-from ..ranks.peers import PeerWatch, join_peers
+
+if TYPE_CHECKING:
+    from ..decoding.workers.images import ImageProcesses
+    from ..decoding.workers.pool import WorkerPool
+    from ..pipeline.delivery_log import DeliveryLog
+    from ..pipeline.pipeline import Pipeline
+    from ..ranks.calls import Calls
+    from ..ranks.peers import PeerWatch
 
 _process = os.getpid()  # this one's number: asking the kernel for each batch takes longer than all else about it
 
@@ -92,6 +94,8 @@ class Resources:
 
     def join_peers(self) -> None:
         """From now on hear of errors on other ranks, until ``close``."""
+        from ..ranks.peers import join_peers
+
         me = weakref.ref(self)
 
         def interrupt(error: BaseException | None) -> None:

@@ -5,34 +5,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...storage.observability.counts import fastest_response_s
-from ...storage.observability.timeline import Timeline
-from ..config.loader_config import LoaderConfig
-from ..decoding.batch_options import BatchOptions
-from ..decoding.replace import Replacer
-from ..decoding.workers.images import ImageProcesses, count_image_processes
-from ..decoding.workers.pool import WorkerPool
+from ..config.tuning import count_image_processes
 from ..errors import ConfigError
 from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
-from ..order.plan import Share
 from ..pipeline.assembler import Assembler, Equipment, Start
-from ..pipeline.delivery_log import DeliveryLog
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.tuner import Tuner
 from ..pipeline.tuning import PipelineOptions, tune
-from ..ranks.calls import Calls
 from ..ranks.detect import check_rank
-from ..ranks.naming import Attempt
-from ..reading.bad.samples import BadSamples
-from ..sampler.mixture import MixtureSchedule
-from ..sampler.sampler import Sampler
 from ..sources.kinds import group_kinds, open_kinds
 from ..sources.quarantine import Quarantine
-from ..sources.sources import OpenSource, Sources
 from .assembly import Reading, make_assembler
-from .resources import Resources
+
+if TYPE_CHECKING:
+    from ...storage.observability.timeline import Timeline
+    from ..config.loader_config import LoaderConfig
+    from ..decoding.batch_options import BatchOptions
+    from ..decoding.replace import Replacer
+    from ..order.plan import Share
+    from ..ranks.naming import Attempt
+    from ..reading.bad.samples import BadSamples
+    from ..sampler.sampler import Sampler
+    from ..sources.sources import OpenSource, Sources
+    from .resources import Resources
 
 _RECORDING = threading.Lock()
 
@@ -89,12 +87,16 @@ class Run:
         config, manifest, share = self.config, self.sources.manifest, self.share
         selection = None if self.sources.is_mixed else self.sources[0].selection
         if attempt is not None and share.world_size > 1:
+            from ..ranks.calls import Calls
+
             processes = share.world_size if config.mesh is None else config.mesh.size()
             taken = {} if selection is None else selection.to_dict()
             name = attempt.name(manifest.fingerprint, taken, shuffle=config.shuffle, processes=processes)
             self.resources.names = name, *attempt.names
             self.resources.calls = Calls(name, processes)
         if config.audit_dir is not None:
+            from ..pipeline.delivery_log import DeliveryLog
+
             self.resources.log = DeliveryLog(
                 config.audit_dir,
                 manifest=manifest,
@@ -143,10 +145,16 @@ class Run:
         work = replace(self.batch_options, transform=kind.transform, may_drop=kind.may_drop).work
         are_alike = len(group_kinds(self.sources)) == 1
         if tuning.asked_processes:
+            from ..decoding.workers.pool import WorkerPool
+
             self.resources.workers = WorkerPool(work, self.sources[0].options.decode, tuning.asked_processes)
-        elif are_alike and work.transform is None and raw == "bytes" and tuning.is_free:
-            count = count_image_processes(tuning.cores)
-            self.resources.images = ImageProcesses(work, count) if count else None
+            return
+        if not (are_alike and work.transform is None and raw == "bytes" and tuning.is_free):
+            return
+        if count := count_image_processes(tuning.cores):
+            from ..decoding.workers.images import ImageProcesses
+
+            self.resources.images = ImageProcesses(work, count)
 
     @property
     def bad(self) -> BadSamples | None:
@@ -321,6 +329,8 @@ class Run:
 
     def metrics(self) -> LoaderMetrics:
         """The numbers of now; of a mixture also how far the run is in each source."""
+        from ..sampler.mixture import MixtureSchedule
+
         metrics = self.counters.metrics(self.resources.levels(), self.resources.count_store())
         schedule, upcoming = self.sampler.schedule, self.sampler.upcoming
         if not isinstance(schedule, MixtureSchedule):

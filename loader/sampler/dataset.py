@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..dataset.manifest import Manifest
 from ..errors import PartitionError, StateMismatchError
 from ..order.auto import Choice, choose_order
-from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch, size_in_lanes
-from ..order.costs.costs import SampleCosts
 from ..order.costs.steps import BudgetSteps, EvenSteps, Steps
 from ..order.courses import EpochCourse
 from ..order.cursors import Cursors
-from ..order.mixtures.laps import Lap
 from ..order.plan import Order, Share, lane_offsets, lane_sizes, lane_turns, require_steps
-from ..order.selecting.selection import Selection
 from ..order.spans import SourceOrder
 from ..order.state import PACKING, LoaderState
-from ..ranks.ledger import Ledgers
 from .schedule import Place, Schedule
-from .unsized import Unsized
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..order.costs.buckets import Bucket, BucketedOrder
+    from ..order.costs.costs import SampleCosts
+    from ..order.selecting.selection import Selection
+    from ..ranks.ledger import Ledgers
 
 FILTER = "filter"
 
@@ -87,6 +87,8 @@ class DatasetSchedule(Schedule):
         self._kind = stream_kind or {}
         self._only_skips = only_skips
         if ledgers is not None:
+            from .unsized import Unsized
+
             self.unsized = Unsized(ledgers, [self._kind], lambda: self.orders, is_mixed=False)
         self.check_share(share)
         self.share = share
@@ -104,6 +106,8 @@ class DatasetSchedule(Schedule):
         return EpochCourse(epoch, consumed)
 
     def _with_buckets(self, order: Order, bucket: Bucket, share: Share) -> BucketedOrder:
+        from ..order.costs.buckets import add_buckets
+
         assert self._bucket_costs is not None
         window = order.window * (order.piece or self._num_samples / self._manifest.num_chunks)
         return add_buckets(
@@ -127,6 +131,8 @@ class DatasetSchedule(Schedule):
         return self._steps(epoch, self.share)
 
     def _steps(self, epoch: int, share: Share) -> Steps:
+        from ..order.costs.buckets import plan_epoch
+
         if share.budget is None:
             return EvenSteps(self._num_samples, share.global_batch_size, self._last_batch)
         key = (epoch, self._order, share.budget)
@@ -147,6 +153,9 @@ class DatasetSchedule(Schedule):
     # -- states ---------------------------------------------------------------------------------------------------
 
     def to_state(self, epoch: int, consumed: int) -> LoaderState:
+        from ..order.costs.buckets import BucketedOrder
+        from ..order.mixtures.laps import Lap
+
         stream: Mapping[str, Any] = {}
         if self.unsized is not None:
             stream = {**self._kind, **self.unsized.cursors_at(0, Lap(epoch, consumed)).to_dict()}
@@ -191,6 +200,8 @@ class DatasetSchedule(Schedule):
 
     def _check_bucket(self, loaded: LoaderState) -> None:
         """Raise StateMismatchError unless the state's buckets are those of this loader, where it was given any."""
+        from ..order.costs.buckets import BucketedOrder, size_in_lanes
+
         here = self._order.bucket if isinstance(self._order, BucketedOrder) else {}
         if bool(here) != bool(loaded.bucket):
             raise StateMismatchError(
@@ -210,6 +221,8 @@ class DatasetSchedule(Schedule):
             )
 
     def load(self, state: LoaderState) -> tuple[Place, Sequence[str]]:
+        from ..order.mixtures.laps import Lap
+
         self._order = state.order
         if self.unsized is not None:
             cursors: dict[int, Cursors] = {}

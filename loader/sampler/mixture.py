@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -13,9 +13,7 @@ import xxhash
 from ..config.mixture import Mixture, check_position, update_weights
 from ..errors import ConfigError, StateMismatchError
 from ..order.auto import Choice, choose_order
-from ..order.costs.steps import Steps
 from ..order.courses import MixtureCourse
-from ..order.cursors import Cursors
 from ..order.mixtures.laps import Lap, is_over
 from ..order.mixtures.mixture import Cursor, MixturePlan
 from ..order.mixtures.source_stream import SourceStream
@@ -23,12 +21,16 @@ from ..order.mixtures.state import MixtureState, SourceState
 from ..order.permutation import IntArray, stream_key
 from ..order.plan import Order, Share, lane_sizes
 from ..order.spans import SourceOrder
-from ..pipeline.delivery_queue import Delivery
-from ..ranks.ledger import EpochLedger, Ledgers
-from ..sources.sources import OpenSource, Sources
 from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream, yields_alike
 from .schedule import Place, Schedule
 from .unsized import Laps, Unsized
+
+if TYPE_CHECKING:
+    from ..order.costs.steps import Steps
+    from ..order.cursors import Cursors
+    from ..pipeline.delivery_queue import Delivery
+    from ..ranks.ledger import EpochLedger, Ledgers
+    from ..sources.sources import OpenSource, Sources
 
 _FOR_SOURCES = 6  # what a stream of random numbers is used for, as in plan.py
 _MOST_AHEAD = 10_000  # epochs, whose ends are found one after another

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import StateMismatchError
 from ..order.mixtures.mixture import WeightChange
-from ..order.mixtures.state import MixtureState, SourceState
-from ..sources.sources import OpenSource, Sources
+
+if TYPE_CHECKING:
+    from ..order.mixtures.state import MixtureState, SourceState
+    from ..sources.sources import OpenSource, Sources
 
 
 def identity_of(source: OpenSource) -> dict[str, Any]:

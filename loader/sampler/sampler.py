@@ -5,15 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..order.costs.steps import skip_steps
-from ..order.cursors import Cursors
-from ..order.plan import Order, Share
-from ..order.spans import Course, SourceOrder
-from ..pipeline.delivery_queue import Delivery
-from .schedule import Schedule, State
+
+if TYPE_CHECKING:
+    from ..order.cursors import Cursors
+    from ..order.plan import Order, Share
+    from ..order.spans import Course, SourceOrder
+    from ..pipeline.delivery_queue import Delivery
+    from .schedule import Schedule, State
 
 Report = Callable[[int, int, int], None]  # gets positions of an epoch: (epoch, start, stop)
 

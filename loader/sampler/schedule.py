@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..errors import ConfigError
-from ..order.costs.steps import Steps
-from ..order.plan import Order, Share
-from ..order.spans import Course, SourceOrder
-from ..pipeline.delivery_queue import Delivery
-from .unsized import Unsized
+
+if TYPE_CHECKING:
+    from ..order.costs.steps import Steps
+    from ..order.plan import Order, Share
+    from ..order.spans import Course, SourceOrder
+    from ..pipeline.delivery_queue import Delivery
+    from .unsized import Unsized
 
 Place = tuple[int, int]  # an epoch, and how many of its positions are consumed
 

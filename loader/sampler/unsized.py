@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..order.cursors import Cursors
 from ..order.mixtures.laps import Lap
-from ..order.plan import Share
-from ..order.spans import SourceOrder
-from ..pipeline.delivery_queue import Delivery
 from ..ranks.ledger import EpochLedger, Ledgers, PlainLedger, order_key
+
+if TYPE_CHECKING:
+    from ..order.plan import Share
+    from ..order.spans import SourceOrder
+    from ..pipeline.delivery_queue import Delivery
 
 Laps = tuple[Lap, ...]  # of all sources
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..columns import KEY_COLUMN, Block, IntArray
 from ..config.reshaping import fields_of_rows
-from ..decoding.batch import BatchMaker
 from ..decoding.gather import gather
 from ..errors import ConfigError
 from ..order.spans import ChunkRows
 from ..reading.bad.quarantine import DATA_ERRORS
 from .kinds import Kind, group_kinds
-from .sources import OpenSource, Sources
+
+if TYPE_CHECKING:
+    from ..decoding.batch import BatchMaker
+    from .sources import OpenSource, Sources
 
 _MOST_LOOKED_AT, _MOST_TRIED = 256, 16  # samples that may all be dropped
 _MOST_CHUNKS = 4  # that may all be bad

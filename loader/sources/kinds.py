@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..config.loader_config import LoaderConfig
-from ..decoding.batch import BatchMaker
 from ..decoding.decode import FieldDecoders, decodes_on_device
 from ..decoding.images.first_values import ImageFields
 from ..errors import ConfigError
-from .sources import OpenSource, Sources
+
+if TYPE_CHECKING:
+    from ..config.loader_config import LoaderConfig
+    from ..decoding.batch import BatchMaker
+    from .sources import OpenSource, Sources
 
 
 @dataclass(frozen=True, slots=True)

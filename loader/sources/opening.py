@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...storage import open_store
 from ...storage.store import is_encrypted
 from ..config.checks import check_names, fields_of, make_selection
-from ..config.loader_config import AskedSource, LoaderConfig
-from ..config.reshaping import Reshaping
 from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..errors import ConfigError
 from ..formats.detect import make_format
 from ..formats.schema import marked_shape
-from ..metrics import Counters
 from ..reading.chunk_source import ChunkSource
 from ..reading.kept_layouts import KeptLayouts
-from .fields import compare_names
 from .sources import OpenSource, Sources
+
+if TYPE_CHECKING:
+    from ..config.loader_config import AskedSource, LoaderConfig
+    from ..config.reshaping import Reshaping
+    from ..metrics import Counters
 
 _MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or give them numbers by a transform="
 
@@ -31,6 +32,8 @@ def open_sources(config: LoaderConfig, counters: Counters) -> Sources:
     Raises:
         ConfigError, PartitionError, DatasetError, FormatError, StorageError: with a note of a mixture's source.
     """
+    from .fields import compare_names
+
     opened: list[OpenSource] = []
     try:
         for asked, reshaping in zip(config.sources, config.reshapings, strict=True):

@@ -10,14 +10,16 @@ import threading
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ..columns import Block, IntArray
 from ..errors import DatasetError
 from ..order.spans import ChunkRows
-from ..reading.bad.file import Quarantined
 from ..reading.bad.quarantine import DATA_ERRORS, BadChunk, BadChunkWarning
 from ..reading.chunk_source import AvoidedError
-from .sources import OpenSource, Sources
+
+if TYPE_CHECKING:
+    from ..columns import Block, IntArray
+    from .sources import OpenSource, Sources
 
 _KEPT_BLOCKS = 4  # a source
 
@@ -82,6 +84,8 @@ class Quarantine:
         return ChunkRows(known.replaced_by, rows, group.targets, ids), block
 
     def _count(self, number: int, chunk: int, ids: IntArray, error: BaseException, epoch: int) -> None:
+        from ..reading.bad.file import Quarantined
+
         source: OpenSource = self._sources[number]
         bad = source.errors.bad
         if bad is None:

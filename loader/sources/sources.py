@@ -11,22 +11,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from ...storage import Store
-from ..columns import Block, IntArray
-from ..config.errors import ErrorPolicy
-from ..config.mixture import Source
-from ..config.reshaping import Reshaping
 from ..dataset.manifest import Manifest
 from ..decoding.batch_options import IDS
 from ..order.cached import cached_property
-from ..order.selecting.selection import Selection
-from ..packing.packer import Packer
 from ..reading.chunk_source import ChunkSource, Fetched, reads_locally
+
+if TYPE_CHECKING:
+    from ...storage import Store
+    from ..columns import Block, IntArray
+    from ..config.errors import ErrorPolicy
+    from ..config.mixture import Source
+    from ..config.reshaping import Reshaping
+    from ..order.selecting.selection import Selection
+    from ..packing.packer import Packer
 
 SOURCE = "__source__"
 

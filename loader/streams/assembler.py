@@ -21,14 +21,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import IntArray
-from ..decoding.batch import UnfinishedBatch
 from ..errors import PartitionError
-from ..metrics import Counters
 from ..order.cursors import Cursors
 from ..order.outputs import keeper_ranks, lanes_of_share
 from ..order.plan import Share, lane_turns, share_bounds
@@ -38,16 +35,21 @@ from ..pipeline.delivery_log import to_keys
 from ..pipeline.delivery_queue import Delivery
 from ..ranks.channel import wait_for_ranks
 from ..ranks.ledger import EpochLedger, Ledgers, order_key
-from ..sampler.mixture import StreamPlace
 from ..sources.fields import check_fields
-from ..sources.kinds import Kind
-from ..sources.quarantine import Quarantine
-from ..sources.sources import Sources
 from .dealing import Dealer, DealtIds
 from .epoch_supply import EpochSupply
 from .epochs import CutEpochs, Epochs, JoinedEpochs, Steps
 from .source_stream import SourceStream, TailRule
 from .source_view import choose_lane_options, equipment_of, make_transform
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
+    from ..decoding.batch import UnfinishedBatch
+    from ..metrics import Counters
+    from ..sampler.mixture import StreamPlace
+    from ..sources.kinds import Kind
+    from ..sources.quarantine import Quarantine
+    from ..sources.sources import Sources
 
 _STRIDE = 64  # steps' outputs that are passed by together, of what was handed out before
 _AHEAD_AT_ONCE = 8

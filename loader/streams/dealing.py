@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..columns import IntArray
-from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.mixed_batch import MixedBatch, ReadySamples
-from ..decoding.row_job import RowJob
-from ..decoding.rows import Rows
-from ..metrics import Counters
 from ..order.plan import Share, column_segments
 from ..order.spans import Span, pick_segments
 from ..pipeline.assembler import Equipment, cut_step
-from ..sources.sources import Sources
-from .epoch_supply import EpochSupply
 from .lanes import LaneOutputs
 from .transforms import Collected, LaneTransform, StepRows, pick_rows
+
+if TYPE_CHECKING:
+    from ..decoding.batch import BatchMaker, UnfinishedBatch
+    from ..decoding.row_job import RowJob
+    from ..decoding.rows import Rows
+    from ..metrics import Counters
+    from ..sources.sources import Sources
+    from .epoch_supply import EpochSupply
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..columns import IntArray
 from ..errors import DatasetError
-from ..order.cursors import Cursors
-from ..order.plan import EpochPlan, Segments, Share
 from ..pipeline.assembler import Equipment, time_assembly
-from ..ranks.ledger import EpochLedger
 from .lanes import LaneBuffer, LaneBuffers, LaneOutputs, Room
-from .transforms import LaneTransform
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
+    from ..order.cursors import Cursors
+    from ..order.plan import EpochPlan, Segments, Share
+    from ..ranks.ledger import EpochLedger
+    from .transforms import LaneTransform
 
 _NO_IDS: IntArray = np.empty(0, np.int64)
 ALL_OUTPUTS = 1 << 62  # more than a lane can have

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..columns import IntArray
-from ..order.cursors import Cursors
 from ..order.mixtures.laps import Lap, is_over
-from ..sampler.mixture import StreamPlace
-from .source_stream import SourceStream
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
+    from ..order.cursors import Cursors
+    from ..sampler.mixture import StreamPlace
+    from .source_stream import SourceStream
 
 _MOST_PARTS = 64  # epochs of sources that are dealt together
 

@@ -10,19 +10,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import IntArray
-from ..config.keep import BoolArray
 from ..errors import ConfigError, LoaderClosedError
 from ..order.cached import cached_property
 from ..order.plan import EpochPlan, Segments, Share, lane_sizes
 from ..order.spans import ChunkRows, EnteredWindow, EpochSpans, Span
-from ..pipeline.assembler import Equipment
-from ..ranks.ledger import EpochLedger
 from .transforms import LaneTransform, PendingResult, TransformResult
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
+    from ..config.keep import BoolArray
+    from ..pipeline.assembler import Equipment
+    from ..ranks.ledger import EpochLedger
 
 _ROUNDS = 3  # that are worked on at once: while one is waited for, the threads have the next
 _MARGIN = 1.1  # what is asked for beyond the expected need

@@ -8,28 +8,30 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..columns import IntArray, Ragged
-from ..config.keep import BoolArray, Sieve
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_options import IDS, VALID
 from ..decoding.batch_values import BatchValues
-from ..decoding.row_job import RowJob
 from ..decoding.row_work import RowError
-from ..decoding.rows import Values
 from ..errors import LoaderClosedError
 from ..metrics import Counters
-from ..order.spans import ChunkRows
 from ..packing.packed import Packed, add_counts, cumulative_lengths, fill, join_segments
-from ..packing.packer import Packer
-from ..pipeline.assembler import Equipment
-from ..reading.bad.quarantine import ReplacesChunks
 from ..sources.sources import SOURCE
 from .transforms import Collected, PendingResult, Ready, RowReader, StepRows, TransformResult, pick_rows
+
+if TYPE_CHECKING:
+    from ..config.keep import BoolArray, Sieve
+    from ..decoding.row_job import RowJob
+    from ..decoding.rows import Values
+    from ..order.spans import ChunkRows
+    from ..packing.packer import Packer
+    from ..pipeline.assembler import Equipment
+    from ..reading.bad.quarantine import ReplacesChunks
 
 _NONE: IntArray = np.empty(0, np.int64)
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from ..columns import IntArray
 from ..errors import PartitionError, StateMismatchError
 from ..order.cursors import Cursors
 from ..order.mixtures.laps import Lap
 from ..order.outputs import Tail, fillable
 from ..order.plan import count_steps, lane_offsets
 from .epoch_supply import ALL_OUTPUTS, EpochSupply
+
+if TYPE_CHECKING:
+    from ..columns import IntArray
 
 MakeEpoch = Callable[[int, int, Cursors], EpochSupply]
 

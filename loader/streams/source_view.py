@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..columns import Block
 from ..config.reshaping import fields_of_rows
 from ..order.plan import next_power_of_two
-from ..pipeline.assembler import Equipment, ReadsChunks
 from ..pipeline.tuning import mean_row_bytes
-from ..reading.bad.quarantine import ReplacesChunks
-from ..sources.kinds import Kind
 from ..sources.sources import OpenSource, Sources
 from .epoch_supply import LaneOptions
 from .packing import PackTransform
 from .transforms import FilterTransform, LaneTransform
+
+if TYPE_CHECKING:
+    from ..columns import Block
+    from ..pipeline.assembler import Equipment, ReadsChunks
+    from ..reading.bad.quarantine import ReplacesChunks
+    from ..sources.kinds import Kind
 
 _ANCHOR_BYTES = 1 << 18  # about so much of a lane is worked on again at a resume
 _MOST_SAMPLES = 1024  # of one round

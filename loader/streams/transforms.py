@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ..columns import Block, IntArray
-from ..config.keep import BoolArray, Sieve
-from ..decoding.batch import UnfinishedBatch
-from ..decoding.byte_views import Lend
 from ..decoding.copies import copy_sample
-from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
 from ..decoding.row_errors import describe_row
-from ..decoding.row_job import RowJob
-from ..decoding.rows import Rows
-from ..metrics import Counters
 from ..order.spans import ChunkRows
-from ..pipeline.assembler import Equipment
 from ..pipeline.tuning import mean_row_bytes
-from ..reading.bad.quarantine import ReplacesChunks
+
+if TYPE_CHECKING:
+    from ..config.keep import BoolArray, Sieve
+    from ..decoding.batch import UnfinishedBatch
+    from ..decoding.byte_views import Lend
+    from ..decoding.decode import FieldDecoders
+    from ..decoding.row_job import RowJob
+    from ..decoding.rows import Rows
+    from ..metrics import Counters
+    from ..pipeline.assembler import Equipment
+    from ..reading.bad.quarantine import ReplacesChunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from ...storage.threads.daemon_pool import DaemonPool
-from ..columns import Block
+
+if TYPE_CHECKING:
+    from ..columns import Block
 
 _THREADS = 8
 _MOST_BYTES = 256 << 20

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from ..decoding.row_work import RowWork
-from ..run.run import Run
-from ..sources.sources import OpenSource
 from .samples import DatasetView, JointReader, SampleReader
 from .selected_ids import JointIds, SelectedIds
+
+if TYPE_CHECKING:
+    from ..decoding.row_work import RowWork
+    from ..run.run import Run
+    from ..sources.sources import OpenSource
 
 
 def open_view(run: Run) -> DatasetView:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import reprlib
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import AnyArray
 from ..decoding.images.kind import image_kind
+
+if TYPE_CHECKING:
+    from ..columns import AnyArray
 
 TEXT_CHARS = 160
 _SHOWN_NUMBERS = 12

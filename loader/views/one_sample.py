@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...storage import open_store
 from ..dataset.index import open_manifest
-from ..dataset.manifest import Manifest
-from ..dataset.source import Source
-from ..dataset.splits import Split
 from ..decoding.decode import FieldDecoders
 from ..decoding.row_work import RowWork
 from ..errors import ConfigError
 from ..formats.detect import make_format
-from ..formats.shard import ShardFormat
 from ..metrics import Counters
 from ..reading.chunk_source import ChunkSource
 from .describe import FieldView, describe_value
 from .samples import SampleReader
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..dataset.source import Source
+    from ..dataset.splits import Split
+    from ..formats.shard import ShardFormat
 
 _VALUE_CHARS = 2000
 

@@ -8,25 +8,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, overload
 
 import numpy as np
 
 from ..columns import Block, IntArray
-from ..dataset.manifest import Manifest
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
 from ..decoding.row_errors import explain_row_error
 from ..decoding.row_work import RowError, RowTask, RowWork, Sample
-from ..decoding.rows import Rows
 from ..errors import ConfigError, SampleNotFoundError
 from ..order.spans import ChunkRows
 from ..progress import show_progress
-from ..reading.chunk_source import ChunkSource
-from ..sources.sources import Sources
 from .ahead import load_ahead
 from .search import find_rows, searched_field
 from .selected_ids import JointIds, SelectedIds
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
+    from ..decoding.rows import Rows
+    from ..reading.chunk_source import ChunkSource
+    from ..sources.sources import Sources
 
 
 class SampleReader:

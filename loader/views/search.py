@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...storage.suggestions import did_you_mean
 from ..columns import KEY_COLUMN, ArrayColumn, BytesColumn, Column
-from ..dataset.manifest import Manifest
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
 
 
 def searched_field(manifest: Manifest, field: str | None) -> str:

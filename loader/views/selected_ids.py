@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from ..columns import IntArray
-from ..order.selecting.selection import Selection
+if TYPE_CHECKING:
+    from ..columns import IntArray
+    from ..order.selecting.selection import Selection
 
 
 class SelectedIds(Sequence[int]):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import AnyArray
 from ..decoding.images.kind import image_kind
 from .describe import to_numpy
+
+if TYPE_CHECKING:
+    from ..columns import AnyArray
 
 SIDE = 64
 _LEAST_SIDE = 8  # arrays with shorter sides are vectors and small matrices

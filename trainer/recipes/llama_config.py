@@ -126,7 +126,7 @@ class LlamaConfig:
             )
 
 
-def read_config(folder: str) -> LlamaConfig:
+def read_llama_config(folder: str) -> LlamaConfig:
     """The shape of the model in a folder of Hugging Face; its weights are read by ``trainer.init_from``.
 
     Raises:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from ...columns import AnyArray
 from ...errors import ConfigError, DecodeError, MemoryLimitError
 from ..batch_values import BatchValues
-from .device_codec import DeviceCodec, Wait
 from .jpeg_stream import plain_jpeg
 
 if TYPE_CHECKING:
+    from ...columns import AnyArray
+    from .device_codec import DeviceCodec, Wait
     from .images import ImageDecoder, ImagePlan
 
 # What lies on the device at once, by lane: bytes of whole and of resized images, and their number.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,8 +11,10 @@ from ....storage import NotFoundError, ObjectChangedError
 from ...columns import Block, BytesColumn
 from ...errors import FormatError
 from ...reading.checksum import has_whole_sums_alone
-from ...reading.chunk_source import ChunkSource
 from .kind import image_kind
+
+if TYPE_CHECKING:
+    from ...reading.chunk_source import ChunkSource
 
 # In how many chunks from the data set's beginning on a first value is looked for.
 LOOK_CHUNKS = 8

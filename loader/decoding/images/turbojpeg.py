@@ -12,12 +12,14 @@ import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...errors import ConfigError
-from .regions import Region
+
+if TYPE_CHECKING:
+    from .regions import Region
 
 VARIABLE = "PENSTOCK_TURBOJPEG"
 _SYSTEM_NAME = "libturbojpeg.so.0"

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...columns import IntArray
-from ...order.spans import ChunkRows
-from ...reading.mapped.chunks import MappedColumn
-from ...reading.mapped.files import MappedFile
+if TYPE_CHECKING:
+    from ...columns import IntArray
+    from ...order.spans import ChunkRows
+    from ...reading.mapped.chunks import MappedColumn
+    from ...reading.mapped.files import MappedFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from ....storage.threads.daemon_pool import DaemonPool
 from ....storage.threads.interruptible import Future
+
+if TYPE_CHECKING:
+    from ....storage.threads.daemon_pool import DaemonPool
 
 T = TypeVar("T")
 

@@ -9,15 +9,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from ...columns import AnyArray, IntArray, Records
-from ...order.spans import ChunkRows
 from ...reading.mapped.files import MappedFile, looking_at
 from ...reading.records import fill_columns
 from ..batch_memory import BatchMemory, new_array
+
+if TYPE_CHECKING:
+    from ...columns import AnyArray, IntArray, Records
+    from ...order.spans import ChunkRows
 
 _TILE_BYTES = 1 << 20
 # Of so many batches, or bytes of them, rows are copied at once: with each call numpy gives Python's lock away, and then

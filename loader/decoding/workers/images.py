@@ -8,40 +8,20 @@ of what as many processes do, and each operation that a training loop starts wai
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import CancelledError
 from functools import partial
-from pathlib import Path
 
 from ....storage.threads.interruptible import Future, Thread
-from ...limits import usable_memory
-from ...ranks.detect import local_world_size
 from ..row_work import RowError, RowResults, RowTask, RowWork
 from .pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-_LEAST_CORES = 6
-_CORES_A_SPARE = 8
-_LEAST, _MOST = 8, 32  # fewer would decode less than the threads do
-_BYTES = 40 << 20  # of a process, beside what they share
-_MEMORY_SHARE = 0.05
 _LONGEST_START_S = 120.0
 _BEGIN_AFTER = 1000  # images: whoever reads only some does without
-
-
-def count_image_processes(cores: int) -> int:
-    """How many processes are to decode a rank's images, of so many cores; 0 where its threads are to."""
-    is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
-    if cores < _LEAST_CORES or not is_python:  # an application that Python is part of would be started again
-        return 0
-    # Some are left to the loop, and to threads that fetch and copy.
-    wanted = min(cores - 1 - cores // _CORES_A_SPARE, _MOST)
-    in_memory = int(_MEMORY_SHARE * usable_memory() / local_world_size() / _BYTES)
-    return min(wanted, in_memory) if in_memory >= min(wanted, _LEAST) else 0
 
 
 class ImageProcesses:

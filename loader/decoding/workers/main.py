@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....storage.threads.interruptible import Thread
-from ...columns import AnyArray, IntArray
-from ..decode import FieldDecoder
 from ..row_work import RowError, RowResults, RowTask, RowWork, Step, Values
 from .channel import Channel, pack
+
+if TYPE_CHECKING:
+    from ...columns import AnyArray, IntArray
+    from ..decode import FieldDecoder
 
 _LOOK_S = 1.0  # how often a worker checks that its parent is still the process that started it
 _GRACE_S = 0.5  # for a worker to exit after its parent has gone

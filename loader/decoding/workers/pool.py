@@ -19,15 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import process
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....storage.threads.interruptible import Future, Thread
 from ...errors import ConfigError, DecodeError, WorkerError
-from ..decode import DecodeChoice, FieldDecoder
 from ..row_work import RowError, RowResults, RowTask, RowWork
 from . import main as worker_main
 from .main import Code, Done, Failed, Job, Unusable
 from .process import Worker, start_process
+
+if TYPE_CHECKING:
+    from ..decode import DecodeChoice, FieldDecoder
 
 _ENDING_S = 0.3  # for workers to exit before they are killed
 _LOOK_S = 0.02

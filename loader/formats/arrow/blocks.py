@@ -9,17 +9,19 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache, reduce
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.types as pt
 
-from ...columns import Block, Column
 from ...errors import FormatError
 from ..base import refuse_change, refuse_large
 from ..schema import make_block, struct_fields
-from ..shard import ChunkRef
 from .columns import describe_type, find_unread, is_file_struct, to_columns, value_bytes, with_paths
+
+if TYPE_CHECKING:
+    from ...columns import Block, Column
+    from ..shard import ChunkRef
 
 _FILES = {
     "struct<bytes: binary, path: string>": pa.struct({"bytes": pa.binary(), "path": pa.string()}),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.types as pt
 
-from ....storage import ObjectInfo, Store
 from ...columns import Block
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_large, whole_part
@@ -34,6 +33,9 @@ from .messages import (
 )
 from .saved import pick_saved
 from .string_views import views_are_inside
+
+if TYPE_CHECKING:
+    from ....storage import ObjectInfo, Store
 
 # What a compressed body grows to is not in the metadata; a guess for the estimate of memory.
 _COMPRESSION_RATIO = 3

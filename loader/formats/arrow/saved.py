@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from ....storage import ObjectInfo, Store
 from ...errors import FormatError
-from ..shard import ShardTask
+
+if TYPE_CHECKING:
+    from ....storage import ObjectInfo, Store
+    from ..shard import ShardTask
 
 _STATE = "state.json"
 # Beside the data of `save_to_disk`, and in the library's own cache, where no state says which files are the data.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from ...columns import IntArray
 from .columns import bits, flat_values, is_binary, is_list, is_text, slices
+
+if TYPE_CHECKING:
+    from ...columns import IntArray
 
 
 def value_sizes(array: pa.Array) -> IntArray:

@@ -16,12 +16,11 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
-from ....storage import Store
 from ...columns import ArrayColumn, Block, Column, IntArray, ObjectColumn
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
@@ -32,6 +31,9 @@ from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
 from ..windows import PieceWindows, ShardWindows, Windows
 from .lines import find_lines, infer_columns, read_columns
 from .types import JsonType, make_column, union_columns
+
+if TYPE_CHECKING:
+    from ....storage import Store
 
 # One line must fit into memory several times over.
 LINE_BYTES = 256 << 20

@@ -11,16 +11,18 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
-from ...columns import IntArray
 from ...errors import FormatError
 from ..chunks import cut_samples
 from .types import MAX_DEPTH, JsonType, from_arrow, infer_type, merge_types, to_arrow
+
+if TYPE_CHECKING:
+    from ...columns import IntArray
 
 # Arrow counts a block's bytes in int32, and its strings' too.
 SLICE_BYTES = 64 << 20

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ...errors import FormatError
-from ..windows import Windows
 from .blocks import show_name
 from .census import Census, find_keys
+
+if TYPE_CHECKING:
+    from ..windows import Windows
 
 _LOOKED_AT = 16  # pairs
 

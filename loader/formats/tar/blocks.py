@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 import tarfile
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...columns import AnyArray, IntArray
 from ...errors import FormatError
+
+if TYPE_CHECKING:
+    from ...columns import AnyArray, IntArray
 
 ByteMatrix = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 

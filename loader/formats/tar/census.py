@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...columns import AnyArray, IntArray
 from ...errors import FormatError
-from ..windows import Windows
 from .blocks import BLOCK
 from .headers import EXTENSION_BYTES, MemberTable, read_members, refuse_truncation
 from .links import Placed, are_of_samples, doubt_lost, place_links
 from .names import RESERVED_FIELDS, NameTable, group_names, hash_keys
+
+if TYPE_CHECKING:
+    from ...columns import AnyArray, IntArray
+    from ..windows import Windows
 
 
 @dataclass(frozen=True, slots=True)

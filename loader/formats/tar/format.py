@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ....storage import ObjectInfo, Store
 from ...columns import KEY_COLUMN, Block, BytesColumn, Column, IntArray
 from ...errors import FormatError
 from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
@@ -30,6 +29,9 @@ from .headers import read_members, refuse_truncation
 from .links import join_tied, place_links
 from .names import RESERVED_FIELDS, NameTable, group_names
 from .small import take_small_census
+
+if TYPE_CHECKING:
+    from ....storage import ObjectInfo, Store
 
 _SMALL_BYTES = 64
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...columns import AnyArray, IntArray
 from ...errors import FormatError
 from .blocks import (
     BLOCK,
@@ -26,6 +26,9 @@ from .blocks import (
     text_of,
     walk_headers,
 )
+
+if TYPE_CHECKING:
+    from ...columns import AnyArray, IntArray
 
 # Linux's PATH_MAX; a longer name in a header is a lie about a length.
 NAME_BYTES = 4096

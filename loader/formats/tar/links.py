@@ -10,14 +10,17 @@ import bisect
 import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...columns import IntArray
 from ...errors import FormatError
 from .blocks import ByteMatrix, show_name, text_of
-from .headers import Link, MemberTable
 from .names import find_field_dot
+
+if TYPE_CHECKING:
+    from ...columns import IntArray
+    from .headers import Link, MemberTable
 
 # A link and what it names make one chunk; a longer one would be read whole for each of its samples.
 MOST_TIED_BYTES = 64 << 20

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...columns import KEY_COLUMN, AnyArray, IntArray
-from .blocks import ByteMatrix
+
+if TYPE_CHECKING:
+    from .blocks import ByteMatrix
 
 # webdataset stores these beside the fields, and treats a member of that name as a duplicate.
 RESERVED_FIELDS = frozenset({KEY_COLUMN, "__url__"})

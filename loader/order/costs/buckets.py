@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ...errors import ConfigError
 from ..permutation import IntArray, permutation, stream_key
 from ..plan import EpochPlan, Order
-from ..selecting.selection import Selection
 from ..window import LaneWindow
 from .costs import DEFAULT_INDEX, SampleCosts
+
+if TYPE_CHECKING:
+    from ..selecting.selection import Selection
 
 _FOR_RUNS = 6  # what a stream of random numbers is used for, as in plan.py
 _FEWEST_RUNS, _MOST_RUNS = 8, 64  # of a pool that is chosen

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import ConfigError, PartitionError
-from ..permutation import IntArray
 from .costs import DEFAULT_INDEX, SampleCosts
+
+if TYPE_CHECKING:
+    from ..permutation import IntArray
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
-from ..permutation import IntArray
+if TYPE_CHECKING:
+    from ..permutation import IntArray
 
 
 def cut_by_cost(costs: IntArray | Sequence[int], world_size: int, weights: Sequence[float] | None = None) -> list[int]:

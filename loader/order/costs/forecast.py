@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..permutation import IntArray
 from ..plan import EpochPlan, Share, batch_bounds, share_bounds
 from ..spans import EpochSpans
-from .budget import StepBudget
 from .costs import SampleCosts, spread
 from .cuts import cut_by_cost
 from .steps import BudgetSteps
 from .walk import CostWalk
+
+if TYPE_CHECKING:
+    from ..permutation import IntArray
+    from .budget import StepBudget
 
 _MOST_SAMPLES = 1 << 20  # that are looked at
 _MOST_BATCHES = 64

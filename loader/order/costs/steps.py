@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..permutation import IntArray
 from ..plan import EpochPlan, Share, batch_bounds, count_steps
-from .budget import StepBudget
-from .walk import CostWalk
+
+if TYPE_CHECKING:
+    from ..permutation import IntArray
+    from .budget import StepBudget
 
 _BLOCK = 1 << 14  # positions whose tokens are looked up at once
 
@@ -55,6 +56,8 @@ class BudgetSteps:
     """
 
     def __init__(self, plan: EpochPlan, budget: StepBudget, last_batch: str) -> None:
+        from .walk import CostWalk
+
         self._num_samples = plan.num_samples
         self._budget = budget
         self._drops = last_batch == "drop"

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..permutation import IntArray
 from ..plan import EpochPlan, bit_reverse, lane_offsets, rank_segments
-from .costs import CostValues, SampleCosts
 from .cuts import cut_by_cost
+
+if TYPE_CHECKING:
+    from ..permutation import IntArray
+    from .costs import CostValues, SampleCosts
 
 
 @dataclass(frozen=True, slots=True)

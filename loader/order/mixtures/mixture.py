@@ -15,13 +15,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from ...errors import ConfigError, PartitionError
 from ..cached import cached_property
-from ..permutation import IntArray
+
+if TYPE_CHECKING:
+    from ..permutation import IntArray
 
 Stop = Literal["first_exhausted", "all_exhausted", "never"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from ...errors import PartitionError
 from ..cached import cached_property
 from ..permutation import IntArray, permutation, random_numbers, stream_key
 from .subset import Subset, blocks
-from .weights import Weights
+
+if TYPE_CHECKING:
+    from .weights import Weights
 
 _FOR_CHUNK_DRAWS, _FOR_ROW_DRAWS = 4, 5  # what a stream of random numbers is used for, as in plan.py
 _U_STEPS = 1024  # the random start of a systematic sample is a multiple of 1/1024, so that sums with it are exact

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ....storage.files import in_home
-from ...dataset.manifest import Manifest
 from ...errors import ConfigError, DatasetError
+
+if TYPE_CHECKING:
+    from ...dataset.manifest import Manifest
 
 SUFFIX = ".quarantine.jsonl"
 _MOST_REASON = 2000  # characters

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ....storage import DecryptionError, NotFoundError, ObjectChangedError
-from ...columns import Block
 from ...errors import FormatError
-from ...order.spans import ChunkRows
+
+if TYPE_CHECKING:
+    from ...columns import Block
+    from ...order.spans import ChunkRows
 
 DATA_ERRORS = (FormatError, DecryptionError, NotFoundError, ObjectChangedError)
 

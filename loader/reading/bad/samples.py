@@ -7,13 +7,16 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...columns import IntArray
-from ...dataset.manifest import Manifest
 from ...errors import DatasetError
-from .file import Quarantined, QuarantineFile
+
+if TYPE_CHECKING:
+    from ...columns import IntArray
+    from ...dataset.manifest import Manifest
+    from .file import Quarantined, QuarantineFile
 
 _KEPT = 1000  # records in memory
 _MOST_IDS = 100_000  # of bad samples, in epochs before the last two

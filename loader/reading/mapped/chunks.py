@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -20,8 +20,10 @@ import pyarrow as pa
 
 from ....storage import ByteRange, LocalStore, Store
 from ...columns import ArrayColumn, Block, BytesColumn, Column, IntArray
-from ...formats.shard import ChunkRef
 from .files import Looks, MappedFile, looking_at
+
+if TYPE_CHECKING:
+    from ...formats.shard import ChunkRef
 
 # What is smaller than this, malloc has in memory already.
 _LEAST_BYTES = 1 << 20

@@ -6,8 +6,10 @@ import resource
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ....storage import LocalStore
+if TYPE_CHECKING:
+    from ....storage import LocalStore
 
 # Of so many values in a row, more than a quarter were looked at in vain.
 _TRIALS = 256

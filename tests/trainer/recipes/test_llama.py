@@ -16,7 +16,7 @@ from penstock.loader import pack
 from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, TrainerConfigError, World, build_on_meta
 from penstock.trainer.options import build_config
 from penstock.trainer.recipes.llama import Llama, next_token_loss
-from penstock.trainer.recipes.llama_config import LlamaConfig, read_config
+from penstock.trainer.recipes.llama_config import LlamaConfig, read_llama_config
 from penstock.trainer.report.flops import copy_without_data, count_flops
 
 SMALL = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -197,17 +197,17 @@ def test_a_config_json_of_another_model_is_refused_by_name(tmp_path: Path, chang
     given = json.loads(LlamaConfig(**GROUPED).to_json_string()) | changes
     (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
     with pytest.raises(TrainerConfigError) as caught:
-        read_config(str(tmp_path))
+        read_llama_config(str(tmp_path))
     assert words in str(caught.value)
 
 
 def test_a_config_json_that_is_not_there_or_no_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(TrainerConfigError, match=r"config\.json cannot be read: No such file"):
-        read_config(str(tmp_path))
+        read_llama_config(str(tmp_path))
     for text, words in (("{", "is no JSON"), ("[]", "is no table")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(TrainerConfigError, match=words):
-            read_config(str(tmp_path))
+            read_llama_config(str(tmp_path))
 
 
 def test_a_config_json_is_read_as_it_was_written_with_what_else_it_says(tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_a_config_json_is_read_as_it_was_written_with_what_else_it_says(tmp_path
     scaling["original_max_position_embeddings"] = 16
     config = LlamaConfig(**GROUPED, head_dim=6, rope_theta=5e5, rope_scaling=scaling, extra={"eos_token_id": 3})
     (tmp_path / "config.json").write_text(config.to_json_string())
-    assert read_config(str(tmp_path)) == config
+    assert read_llama_config(str(tmp_path)) == config
     given = json.loads(config.to_json_string())  # as newer versions of transformers write it
     given["rope_parameters"] = {**given.pop("rope_scaling"), "rope_theta": given.pop("rope_theta")}
     (tmp_path / "config.json").write_text(json.dumps(given | {"dtype": "bfloat16"}))
-    assert read_config(str(tmp_path)) == config
+    assert read_llama_config(str(tmp_path)) == config

@@ -17,7 +17,7 @@ from launch import ranks_environment
 from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, World, export_run
 from penstock.trainer.options import build_config
 from penstock.trainer.recipes.llama import Llama, next_token_loss
-from penstock.trainer.recipes.llama_config import LlamaConfig, read_config
+from penstock.trainer.recipes.llama_config import LlamaConfig, read_llama_config
 
 pytestmark = pytest.mark.slow
 CASES = ("plain", "grouped", "tied", "wide", "stretched", "sharded")
@@ -86,7 +86,7 @@ def files_of(folder: Path) -> Sequence[str]:
 def test_both_ways_logits_are_those_of_transformers(theirs: Path, world: World, tmp_path: Path) -> None:
     for name in CASES:
         known = torch.load(theirs / f"{name}.pt")
-        model = Llama(read_config(str(theirs / name)))
+        model = Llama(read_llama_config(str(theirs / name)))
         train(world, model, tmp_path / "runs" / name, init_from=str(theirs / name))
         assert_equal(score(model, known["tokens"]), known["logits"])
         limit = 30_000 if name == "sharded" else 5_000_000_000
@@ -106,7 +106,7 @@ def test_a_model_of_ones_own_is_exported_and_trained_further_by_its_folder(world
     made = Llama(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.5))
     train(world, made, tmp_path / "run", rate=0.1)
     export_run(tmp_path / "run", tmp_path / "ours" / "own", format="hf")
-    again = Llama(read_config(str(tmp_path / "ours/own")))
+    again = Llama(read_llama_config(str(tmp_path / "ours/own")))
     train(world, again, tmp_path / "more", init_from=str(tmp_path / "ours/own"), parallel={"zero": 3})
     tokens = torch.arange(20).view(2, 10)
     if find_spec("transformers") is not None:

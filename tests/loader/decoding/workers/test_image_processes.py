@@ -21,11 +21,11 @@ from started_threads import started_threads
 
 from penstock import DistributedDataLoader, ImageDecoder, Mixture, Source
 from penstock.loader.config import tuning
+from penstock.loader.config.tuning import count_image_processes
 from penstock.loader.decoding.row_job import RowJob
 from penstock.loader.decoding.workers import images
 from penstock.loader.decoding.workers import pool as worker_pool
 from penstock.loader.decoding.workers import process as worker_process
-from penstock.loader.decoding.workers.images import count_image_processes
 from penstock.loader.errors import WorkerError
 
 RANDOM = {"jpg": ImageDecoder(size=(56, 72), crop="random", flip=0.5)}
