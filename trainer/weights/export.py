@@ -213,7 +213,7 @@ def _save(tensors: dict[str, Tensor], path: Path, step: int) -> None:
 
 
 def _read_config(chosen: Chosen) -> bytes | None:
-    config = chosen.read_llama_config()
+    config = chosen.read_config()
     try:
         json.loads(config or b"null")
     except ValueError as exc:

@@ -54,7 +54,7 @@ class Chosen(Protocol):
         """
         ...
 
-    def read_llama_config(self) -> bytes | None:
+    def read_config(self) -> bytes | None:
         """The run's config.json, if it has one."""
         ...
 
@@ -92,7 +92,7 @@ class LocalCheckpoint:
     def bring(self, ranges: Ranges, advance: Advance = lambda count: None) -> None:
         """Do nothing: everything is local."""
 
-    def read_llama_config(self) -> bytes | None:
+    def read_config(self) -> bytes | None:
         """In what was given, beside the checkpoints, or above their folder of the usual name."""
         places = [self._run, self.folder, self.folder.parent]
         if self.folder.parent.name == CheckpointConfig.folder:

@@ -115,7 +115,7 @@ class StoredCheckpoint:
         with _in_words():
             self._refuse(fetch_files(self._store, self._stored, ranges, self.folder, advance))
 
-    def read_llama_config(self) -> bytes | None:
+    def read_config(self) -> bytes | None:
         """Read the run's configuration beside the manifests; None if there is none."""
         with _in_words():
             try:
