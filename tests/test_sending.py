@@ -122,6 +122,7 @@ NOT_LISTED = {
         "CostExpression",
         "DatasetView",
         "EndRecord",
+        "Llama",
     ),
     *(
         "EpochAccount",

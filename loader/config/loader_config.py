@@ -158,7 +158,6 @@ class LoaderConfig:
     cache_bytes: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        from ..pipeline.device import resolve_cuda
 
         if self.is_mixture:
             self._refuse_whole()
@@ -218,7 +217,7 @@ class LoaderConfig:
                 has_collate=self.collate is not None,
             )
         )
-        self._set(cuda=None if self.device is None or str(self.device) == "cpu" else resolve_cuda(self.device))
+        self._set(cuda=self._resolve_device())
         self._set(codec=self._open_codec(asked_processes))
         self._set(
             tuning=read_tuning(
@@ -282,6 +281,13 @@ class LoaderConfig:
         """What a data set that is read alone drops or packs."""
         of = self.keep, self.may_drop, self.transform, self.packing, self.costs, self.on_error
         return Reshaping.of(*of)
+
+    def _resolve_device(self) -> torch.device | None:
+        if self.device is None or str(self.device) == "cpu":
+            return None
+        from ..pipeline.device import resolve_cuda
+
+        return resolve_cuda(self.device)
 
     def _open_codec(self, asked_processes: int) -> device_codec.DeviceCodec | None:
         """The codec for decoders that ask for the device; None where none does."""

@@ -9,7 +9,6 @@ from typing import Any
 from penstock import DistributedDataLoader
 from penstock.loader.ranks import channel as channels
 from penstock.loader.ranks.channel import Channel, MemoryChannel
-from penstock.loader.run import assembly
 
 
 class ThreadRanks:
@@ -23,7 +22,7 @@ class ThreadRanks:
         """What ``work`` returns for each rank's loader, or what it raises."""
         results: list[Any] = [None] * self.world_size
         channel = MemoryChannel()
-        opened = assembly.open_channel
+        opened = channels.open_channel
 
         def shared(identity: str, world_size: int) -> Channel:
             return channel
@@ -35,7 +34,7 @@ class ThreadRanks:
             except Exception as exc:  # noqa: BLE001 - judged by the test
                 results[rank] = exc
 
-        assembly.open_channel = channels.open_channel = shared
+        channels.open_channel = shared
         try:
             threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.world_size)]
             for thread in threads:
@@ -44,5 +43,5 @@ class ThreadRanks:
                 thread.join(60)
             assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         finally:
-            assembly.open_channel = channels.open_channel = opened
+            channels.open_channel = opened
         return results

@@ -279,7 +279,6 @@ def test_tensors_that_are_on_the_device_already_are_handed_over_and_not_copied()
 
 @pytest.mark.parametrize("options", [{}, {"keep": lambda sample: True}], ids=["plain", "filtered"])
 def test_a_loader_with_a_collate_of_its_own_feeds_and_peeks(tmp_path, monkeypatch, options):
-    monkeypatch.setattr("penstock.loader.data_loader.resolve_cuda", torch.device)
     monkeypatch.setattr("penstock.loader.pipeline.device.resolve_cuda", torch.device)
     monkeypatch.setattr("penstock.loader.pipeline.device.CudaBackend", lambda device: LateDevice())
     write_tars(tmp_path, [20])

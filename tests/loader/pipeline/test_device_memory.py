@@ -143,7 +143,6 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return pack_tensor(tensor, buffer, offset)
 
     monkeypatch.setattr(device_module, "pack_tensor", count)
-    monkeypatch.setattr("penstock.loader.data_loader.resolve_cuda", torch.device)
     monkeypatch.setattr(device_module, "resolve_cuda", torch.device)
     monkeypatch.setattr(device_module, "CudaBackend", lambda device: LateDevice())
     return sizes

@@ -41,7 +41,7 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of eight cores, where few images suffice; of the processes two, which this one has cores for."""
     monkeypatch.setattr(tuning, "usable_cores", lambda: 8)
     monkeypatch.setattr(images, "_BEGIN_AFTER", 50)
-    monkeypatch.setattr(images, "_MOST", 2)
+    monkeypatch.setattr(tuning, "_MOST", 2)
 
 
 def load(source: Any, **options: Any) -> DistributedDataLoader:
@@ -306,12 +306,12 @@ def test_bad_images_are_skipped_as_by_threads(tmp_path: Path, monkeypatch: pytes
 
 
 def test_how_many_depends_on_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "_MOST", 32)
-    monkeypatch.setattr(images, "usable_memory", lambda: 128 << 30)
+    monkeypatch.setattr(tuning, "_MOST", 32)
+    monkeypatch.setattr(tuning, "usable_memory", lambda: 128 << 30)
     assert [count_image_processes(cores) for cores in (1, 5, 6, 16, 100)] == [0, 0, 5, 13, 32]
-    monkeypatch.setattr(images, "usable_memory", lambda: 8 << 30)
+    monkeypatch.setattr(tuning, "usable_memory", lambda: 8 << 30)
     assert count_image_processes(32) == 10
-    monkeypatch.setattr(images, "usable_memory", lambda: 4 << 30)
+    monkeypatch.setattr(tuning, "usable_memory", lambda: 4 << 30)
     assert [count_image_processes(cores) for cores in (6, 32)] == [5, 0]
-    monkeypatch.setattr(images, "usable_memory", lambda: 100 << 20)
+    monkeypatch.setattr(tuning, "usable_memory", lambda: 100 << 20)
     assert count_image_processes(32) == 0
