@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,13 +55,10 @@ if TYPE_CHECKING:
 
 # Arguments that a mixture cannot have as a whole, and what to do instead.
 _OF_ONE_DATA_SET = {
-    "split": "give each source its own: Source(url, split=...)",
-    "subset": "give each source its own: Source(url, subset=...)",
     "weights": "the weights of sources are in the Mixture; weights of single samples are for a loader of one data set",
     "cost": "costs are indexed for one data set; global batches of a mixture are cut by the number of samples",
     "bucket": "costs are indexed for one data set; the order of a mixture's sources is not bucketed",
     "batch_tokens": "the weights of a mixture count samples; give batch_size= or global_batch_size=",
-    "fields_by_stage": "not offered yet; give the loaders of each stage their own columns=",
     "on_error": "bad samples of a mixture are neither replaced nor skipped yet; max_bad_chunks= replaces its chunks",
 }
 
@@ -211,7 +208,7 @@ class LoaderConfig:
                 self.mesh,
                 self.data_dims,
                 max_bad_chunks=self.errors.max_bad_chunks or 0,
-                may_drop=self.may_drop,
+                may_drop=self.may_drop or any(each.given.may_drop is True for each in self.sources),
                 keeps_by_all=any(callable(each.given.keep) for each in self.sources),
                 packs=self.packs,
                 has_collate=self.collate is not None,
@@ -275,7 +272,11 @@ class LoaderConfig:
         filled = [(name, source.fill(**inherited)) for name, source in self.source.leaves()]
         if self.may_drop and all(source.transform is None for _, source in filled):
             raise ConfigError("may_drop=True without a transform: it says that a transform= may return None")
-        return tuple(AskedSource(name=name, given=source, subset=source.subset) for name, source in filled)
+        if self.split is not None:
+            filled = [(name, replace(source, split=source.split or self.split)) for name, source in filled]
+        return tuple(
+            AskedSource(name=name, given=source, subset=source.subset or self.subset) for name, source in filled
+        )
 
     def _read_reshaping(self) -> Reshaping | None:
         """What a data set that is read alone drops or packs."""

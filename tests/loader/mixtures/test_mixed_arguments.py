@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+from equal_batches import assert_equal
 from mixed_rows import deliver, write_rows
 from tar_dataset import write_tars
 
@@ -236,8 +237,8 @@ def test_bad_mixtures_are_refused_where_they_are_made(a, b, make, message):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"subset": Subset.share(0, 0.5)}, ConfigError, r"subset= with a Mixture: .* Source\(url, subset="),
-        ({"split": "train"}, ConfigError, r"split= with a Mixture: .* Source\(url, split="),
+        ({"subset": 0.5}, ConfigError, "subset=0.5"),
+        ({"split": "train"}, ConfigError, "split='train' of a manifest"),
         ({"weights": [1.0]}, ConfigError, "weights= with a Mixture: the weights of sources are in the Mixture"),
         ({"may_drop": True}, ConfigError, "may_drop=True without a transform"),
         ({"may_drop": 1, "transform": dict}, ConfigError, "may_drop=1: must be True or False"),
@@ -253,6 +254,29 @@ def test_bad_mixtures_are_refused_where_they_are_made(a, b, make, message):
 def test_arguments_that_a_mixture_cannot_have_are_refused_by_name(a, b, options, error, message):
     with pytest.raises(error, match=message):
         DistributedDataLoader(two(a, b), batch_size=4, **options)
+
+
+def test_a_subset_of_the_loader_is_that_of_each_source_without_its_own(a, b):
+    half, tenth = Subset.share(0, 0.5), Subset.share(0, 0.1)
+    spelled = Mixture({"a": Source(a, subset=tenth), "b": Source(b, subset=half)}, stop="all_exhausted")
+    inherited = Mixture({"a": Source(a, subset=tenth), "b": Source(b)}, stop="all_exhausted")
+    with (
+        DistributedDataLoader(spelled, batch_size=4, with_ids=True) as one,
+        DistributedDataLoader(inherited, batch_size=4, with_ids=True, subset=half) as other,
+    ):
+        for batch, same in zip(one, other, strict=True):
+            assert_equal(batch, same)
+        assert one.state_dict() == other.state_dict()
+
+
+def test_a_split_of_the_loader_is_that_of_each_source_without_its_own(tmp_path):
+    for place, start in (("a", 0), ("b", 100)):
+        for split, more in (("train", 0), ("val", 50)):
+            write_rows(tmp_path / place / split, [20], start + more)
+    mixture = Mixture({"a": Source(tmp_path / "a"), "b": Source(tmp_path / "b", split="val")}, stop="all_exhausted")
+    with DistributedDataLoader(mixture, batch_size=4, split="train") as loader:
+        found = {int(number) for batch in loader for number in batch["n"]}
+    assert found == {*range(20), *range(150, 170)}
 
 
 def test_bad_sources_are_named(tmp_path, a, b):

@@ -171,8 +171,6 @@ def test_batches_of_mixtures_are_cut_too(tokens, transform):
             assert torch.equal(batch["tokens"] % LENGTH, batch["__positions__"])
             seen.append(batch["tokens"] // LENGTH)
     assert torch.equal(*seen)
-    with pytest.raises(ConfigError, match=r"fields_by_stage= with a Mixture"):
-        make(Mixture({tokens: 1.0}), 0, 2, fields_by_stage={"tokens": 0})
 
 
 def label(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from made_mesh import mesh_of
 from tar_dataset import write_tars
 
-from penstock import DistributedDataLoader
+from penstock import DistributedDataLoader, Mixture, Source, Subset
 from penstock.loader import ConfigError, Keep
 
 BY_STAGE = {"tokens": "first", "labels": "last"}
@@ -30,7 +30,7 @@ def rows(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def make(source: str, stage: int, stages: int = 3, dp: int = 0, **options: Any) -> DistributedDataLoader:
+def make(source: Any, stage: int, stages: int = 3, dp: int = 0, **options: Any) -> DistributedDataLoader:
     mesh = mesh_of(("pp", "dp", "tp"), (stages, 2, 2), (stage, dp, 1))
     return DistributedDataLoader(
         source, **{"batch_size": 8, "mesh": mesh, "with_ids": True, "fields_by_stage": BY_STAGE} | options
@@ -48,6 +48,26 @@ def test_stages_get_the_same_samples_and_each_its_own_fields(rows):
             for batch, all_fields in zip(batches, whole, strict=True):
                 assert set(batch) == {*fields, "__id__"}
                 assert all(torch.equal(batch[name], all_fields[name]) for name in batch)
+
+
+def test_stages_get_the_same_samples_of_a_mixture_and_each_its_own_fields(rows):
+    mixture = Mixture({"all": Source(rows, weight=2), "some": Source(rows, subset=Subset.share(0, 0.5))})
+    for dp in (0, 1):
+        with DistributedDataLoader(mixture, batch_size=8, rank=dp, world_size=2, with_ids=True) as plain:
+            whole = list(plain)
+        for stage, fields in enumerate((["tokens", "n"], ["n"], ["n", "labels"])):
+            with make(mixture, stage, dp=dp) as loader:
+                batches = list(loader)
+            assert len(batches) == len(whole) > 3
+            for batch, all_fields in zip(batches, whole, strict=True):
+                assert set(batch) == {*fields, "__id__", "__source__"}
+                assert all(torch.equal(batch[name], all_fields[name]) for name in batch)
+
+
+def test_sources_that_drop_by_what_a_stage_reads_are_refused(rows):
+    mixture = Mixture({"all": Source(rows), "some": Source(rows, transform=dict, may_drop=True)})
+    with pytest.raises(ConfigError, match="different fields on different stages"):
+        make(mixture, 0)
 
 
 def bytes_per_chunk(loader: DistributedDataLoader) -> float:
