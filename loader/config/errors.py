@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -99,6 +100,10 @@ class ErrorArguments:
                 f"on_error={on_error!r} with batch_tokens=: a sample that replaces another may hold more tokens than "
                 "the batch has room for; give batch_size= instead"
             )
+        if avoid is not None and not _are_paths(avoid):
+            raise ConfigError(
+                f"avoid={avoid!r}: give a folder or file that an earlier run wrote (its quarantine=), or a list of them"
+            )
         quarantine = audit_dir if quarantine is None else quarantine
         if avoid is not None and quarantine is not None and _holds(quarantine, avoid):
             raise ConfigError(
@@ -177,6 +182,11 @@ def _check_limit(value: object) -> int | float:
         f"max_errors={value!r}: must be a whole number of samples, 0 to tolerate none, or a share of a rank's samples "
         "below 1"
     )
+
+
+def _are_paths(value: object) -> bool:
+    paths = [value] if isinstance(value, str) or not isinstance(value, Collection) else value
+    return all(isinstance(path, str | os.PathLike) for path in paths)
 
 
 def _holds(folder: str | os.PathLike[str], paths: Paths) -> bool:

@@ -238,6 +238,8 @@ def test_what_is_no_fault_of_a_sample_still_stops(images: str) -> None:
         ({"on_error": "skip", "packing": Packing(seq_len=8)}, "packing="),
         ({"quarantine": "q", "avoid": "q"}, "avoid='q'"),
         ({"avoid": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"avoid": 3}, "avoid=3: give a folder or file"),
+        ({"avoid": ["q", None]}, "avoid="),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(images: str, options: dict[str, Any], match: str) -> None:
