@@ -103,6 +103,15 @@ class Sources(Sequence[OpenSource]):
     def __getitem__(self, index: Any) -> Any:
         return self._sources[index]
 
+    @contextmanager
+    def naming(self, source: int) -> Iterator[None]:
+        """Name a source in the notes of what is raised inside."""
+        try:
+            yield
+        except Exception as exc:
+            exc.add_note(f"in the source {self.names[source]!r} of the mixture")
+            raise
+
     def of_chunk(self, chunk: int) -> tuple[int, int]:
         """The source of a joint chunk, and the chunk's number in it."""
         source = bisect_right(self.first_chunks, chunk) - 1
@@ -220,21 +229,13 @@ class JointChunks(ChunkSource):
 
     def fetch(self, index: int) -> Fetched | None:
         source, chunk = self._sources.of_chunk(index)
-        with self._naming(source):
+        with self._sources.naming(source):
             return self.of_sources[source].fetch(chunk)
 
     def open(self, index: int, fetched: Fetched | None) -> Block:
         source, chunk = self._sources.of_chunk(index)
-        with self._naming(source):
+        with self._sources.naming(source):
             return self.of_sources[source].open(chunk, fetched)
-
-    @contextmanager
-    def _naming(self, source: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as exc:
-            exc.add_note(f"in the source {self._sources.names[source]!r} of the mixture")
-            raise
 
     @property
     def is_local(self) -> bool:

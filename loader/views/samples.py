@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, Self, overload
@@ -145,18 +145,18 @@ class JointReader:
 
     def sample(self, sample_id: int, epoch: int) -> Sample:
         source, own = self._own(sample_id)
-        with self._naming(source):
+        with self._sources.naming(source):
             return self._readers[source].sample(own, epoch)
 
     def raw(self, sample_id: int) -> Sample:
         source, own = self._own(sample_id)
-        with self._naming(source):
+        with self._sources.naming(source):
             return self._readers[source].raw(own)
 
     def find(self, value: Any, field: str | None, ids: Sequence[int]) -> int:
         assert isinstance(ids, JointIds)
         for source, reader in enumerate(self._readers):
-            with suppress(SampleNotFoundError), self._naming(source):
+            with suppress(SampleNotFoundError), self._sources.naming(source):
                 return self._sources.first_ids[source] + reader.find(value, field, ids.of_source(source))
         name = field or "key"
         raise SampleNotFoundError(f"{self.manifest.url}: none of {len(ids):,} samples has {name} {value!r}")
@@ -164,14 +164,6 @@ class JointReader:
     def _own(self, sample_id: int) -> tuple[int, int]:
         source = bisect_right(self._sources.first_ids, sample_id) - 1
         return source, sample_id - self._sources.first_ids[source]
-
-    @contextmanager
-    def _naming(self, source: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as exc:
-            exc.add_note(f"in the source {self._sources.names[source]!r} of the mixture")
-            raise
 
 
 class DatasetView:

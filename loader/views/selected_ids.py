@@ -14,7 +14,23 @@ if TYPE_CHECKING:
     from ..order.selecting.selection import Selection
 
 
-class SelectedIds(Sequence[int]):
+class _Ids(Sequence[int]):
+    """Ids of samples, of which ``places`` are the ordinals that this sequence has."""
+
+    _places: range
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, sample_id: object) -> bool:
+        try:
+            self.index(sample_id)
+        except ValueError:
+            return False
+        return True
+
+
+class SelectedIds(_Ids):
     """The sample ids of a selection in increasing order, each once, or some of them; O(chunks) memory.
 
     ``places`` are the ordinals in the whole sequence that this one has. Any thread may use it.
@@ -23,9 +39,6 @@ class SelectedIds(Sequence[int]):
     def __init__(self, selection: Selection, places: range | None = None) -> None:
         self._selection = selection
         self._places = range(int(selection.counts.sum())) if places is None else places
-
-    def __len__(self) -> int:
-        return len(self._places)
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -44,13 +57,6 @@ class SelectedIds(Sequence[int]):
         places = self._places
         return self._selection.all_ids()[np.arange(places.start, places.stop, places.step, dtype=np.int64)]
 
-    def __contains__(self, sample_id: object) -> bool:
-        try:
-            self.index(sample_id)
-        except ValueError:
-            return False
-        return True
-
     def index(self, sample_id: object, start: int = 0, stop: int | None = None) -> int:
         """Where a sample id is; raises ValueError if it is not in the sequence."""
         if isinstance(sample_id, int | np.integer):
@@ -60,7 +66,7 @@ class SelectedIds(Sequence[int]):
         raise ValueError(f"{sample_id!r} is not in the subset")
 
 
-class JointIds(Sequence[int]):
+class JointIds(_Ids):
     """The joint ids of the samples of several sources, or some of them: those of source k count from first_ids[k] on.
 
     ``parts`` are the sources' own ids, increasing; ``places`` as of ``SelectedIds``. Any thread may use it.
@@ -74,9 +80,6 @@ class JointIds(Sequence[int]):
         self._edges: list[int] = np.cumsum([0, *map(len, parts)]).tolist()
         self._places = range(self._edges[-1]) if places is None else places
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
@@ -87,13 +90,6 @@ class JointIds(Sequence[int]):
         place = self._places[operator.index(index)]
         source = bisect_right(self._edges, place) - 1
         return self._first_ids[source] + self._parts[source][place - self._edges[source]]
-
-    def __contains__(self, sample_id: object) -> bool:
-        try:
-            self.index(sample_id)
-        except ValueError:
-            return False
-        return True
 
     def index(self, sample_id: object, start: int = 0, stop: int | None = None) -> int:
         """Where a joint sample id is; raises ValueError if it is not in the sequence."""
