@@ -113,6 +113,30 @@ def test_tables_are_read_without_what_takes_long_to_import() -> None:
     assert "pyarrow.compute" not in loaded
 
 
+def test_a_plain_loader_imports_what_it_uses(tmp_path: Path) -> None:
+    """Every rank pays for imports: mixtures, streams, packing, workers, clouds and views come at their first use."""
+    (tmp_path / "tokens.bin").write_bytes(bytes(2 * 64 * 40))
+    loaded = modules_after(
+        "from penstock import DistributedDataLoader, TokensFormat; "
+        f"loader = DistributedDataLoader({str(tmp_path)!r}, batch_size=4, format=TokensFormat(seq_len=64)); "
+        "next(iter(loader)); loader.close()"
+    )
+    ours = {name.removeprefix("penstock.") for name in loaded if name.startswith("penstock.")}
+    assert len(ours) <= 180
+    unused = (
+        "streams",
+        "views",
+        "integrations",
+        "decoding.workers",
+        "packing.packer",
+        "sampler.mixture",
+        "order.mixtures",
+    )
+    assert {name for name in ours if name.startswith(tuple(f"loader.{part}" for part in unused))} == set()
+    assert {name for name in ours if name.startswith(("storage.caching", "storage.retrying", "tools"))} == set()
+    assert not loaded & {"obstore", "fsspec", "urllib3"}
+
+
 def test_the_order_needs_numpy_and_our_errors_alone() -> None:
     loaded = modules_after("import penstock.loader.order.plan, penstock.loader.order.state")
     assert foreign(loaded) == {"lazy_loader", "numpy"}
