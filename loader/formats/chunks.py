@@ -1,4 +1,4 @@
-"""Where a shard is cut into chunks of about ``chunk_bytes``."""
+"""Cut shards into chunks of about ``chunk_bytes``."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _MOST_RATIO = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class MdsEntry:
-    """What ``index.json`` says about a shard; ``encodings`` by column, in the order of the file."""
+    """Entry of a shard in ``index.json``; ``encodings`` by column, in the order of the file."""
 
     samples: int
     raw_bytes: int
@@ -226,7 +226,7 @@ def _check_offsets(offsets: IntArray, size: int, chunk: ChunkRef) -> None:
 def _column_slices(
     data: memoryview, offsets: IntArray, encodings: Mapping[str, str], chunk: ChunkRef
 ) -> tuple[IntArray, IntArray]:
-    """Where each value lies in ``data``: starts and stops, each (columns, samples) int64."""
+    """Starts and stops of all values in ``data``: each (columns, samples) int64."""
     sizes = [fixed_size(encoding) for encoding in encodings.values()]
     variable = sum(size is None for size in sizes)
     begins, ends = offsets[:-1], offsets[1:]

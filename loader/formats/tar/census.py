@@ -41,7 +41,7 @@ class Census:
 
 @dataclass(slots=True)
 class _Ending:
-    """What is known of an archive once its last header was read."""
+    """Facts about an archive that are known once its last header was read."""
 
     members: int = 0  # that belong to no sample
     example: str = ""
