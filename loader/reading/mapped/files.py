@@ -16,7 +16,7 @@ _TRIALS = 256
 
 
 class Looks:
-    """Whether it pays to look at files in place of reading them. Any thread may call.
+    """Decision whether it pays to look at files instead of reading them. Any thread may call.
 
     Mutable state: how many values were copied of late, how many of them in vain, and whether it pays no more. An update
     that is lost between two threads matters to nothing.
@@ -51,9 +51,9 @@ class MappedFile:
 
 @contextmanager
 def looking_at(files: Collection[MappedFile], values: int, *, in_vain: int = 0) -> Iterator[None]:
-    """Copy so many values from the pages of files, which are those that were indexed before and after.
+    """Guard a copy of values from the pages of files: before and after it, the files are as they were indexed.
 
-    ``in_vain`` of the values would take less if they were read, as do those that wait for the disk.
+    ``in_vain`` of the ``values`` would take less time if they were read, as do those that wait for the disk.
 
     Raises:
         ObjectChangedError, NotFoundError: one of the files is not.
