@@ -1,4 +1,4 @@
-"""What a state has of a source of a mixture whose samples are dropped or packed: laps, and a cursor a lane."""
+"""State of a source of a mixture whose samples are dropped or packed: laps, and a cursor a lane."""
 
 from __future__ import annotations
 
