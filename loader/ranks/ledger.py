@@ -104,13 +104,13 @@ class EpochLedger:
             self._channel.post(self._topic, b"F" + zlib.compress(kinds[keep].astype("<i8").tobytes(), 1))
 
     def fail(self, lane: int, outputs: int, error: Exception) -> None:
-        """Note that a lane cannot go on beyond its outputs so far, and tell the other ranks why."""
+        """Note that a lane cannot continue beyond its outputs so far, and tell the other ranks why."""
         with self._lock:
             self._errors[lane] = outputs, error
         self.post_error([lane], error)
 
     def post_error(self, lanes: Sequence[int], error: Exception) -> None:
-        """Tell the other ranks that lanes do not go on beyond what is known of them here, and why."""
+        """Tell the other ranks that lanes do not continue beyond what is known of them here, and why."""
         self.post()  # what is known first
         if self._is_shared:
             known = self.known.tolist()
@@ -235,7 +235,7 @@ class EpochLedger:
     def anchor_before(self, lane: int, outputs: int) -> tuple[int, int]:
         """The last anchor of a lane, as (input, outputs before it), with fewer outputs than this; else the first one.
 
-        Fewer, so that whoever begins there meets the last output before, and knows which inputs were dropped since.
+        Fewer, so that work that begins there meets the last output before, and knows which inputs were dropped since.
         """
         with self._lock:
             place = max(0, bisect_left(self._outputs[lane], outputs) - 1)
