@@ -153,7 +153,7 @@ def _more(count: int) -> str:
 
 
 def _find_missing(numbered: Sequence[_Numbered]) -> list[str]:
-    """The keys of shards that others of their list tell of, in order."""
+    """The keys of shards that are missing from their lists, in order."""
     lists: dict[tuple[tuple[str, str], str], dict[int, _Numbered]] = {}
     for shard in numbered:
         lists.setdefault((shard.name, shard.total), {})[shard.number] = shard

@@ -51,7 +51,7 @@ class Selection:
     caller gave them, or None if the source is a whole prefix; ``named`` are those that the caller named individually,
     which must therefore be shards; ``spelled`` are these and those below a hidden folder that he named: he wants them
     though their names are hidden. ``saved`` is the manifest beside the data, if there is one, and ``saved_data`` its
-    bytes where they are on their way already. ``folders`` are the prefixes, '' or ending in '/', that the source names
+    bytes if they are being fetched already. ``folders`` are the prefixes, '' or ending in '/', that the source names
     as a whole and that may not mix splits; ``globs`` are the patterns in it. ``root``: values of columns that the URL's
     own folders tell of all shards, where the caller named shards or a pattern, or a split lies below what he named.
     """

@@ -97,7 +97,7 @@ def detect_format(store: Store, listing: Sequence[ObjectInfo], named: Collection
 
 
 def format_by_name(key: str, named: Collection[str] = ()) -> str | None:
-    """The format that a key's suffix tells of, None for other suffixes and for hidden objects not ``named``."""
+    """The format that a key's suffix means, None for other suffixes and for hidden objects not ``named``."""
     if key not in named and is_hidden(key):
         return None
     return next((name for name, suffixes in SUFFIXES.items() if has_suffix(key, suffixes)), None)

@@ -143,7 +143,7 @@ class MdsFormat(BaseFormat):
 
 
 def _check_count(entry: MdsEntry, shard: ObjectInfo) -> None:
-    """Raise FormatError where so many samples have no room in the bytes that the index states."""
+    """Raise FormatError if the samples do not fit into the bytes that the index states."""
     least = sum(fixed_size(encoding) or _U32.itemsize for encoding in entry.encodings.values())
     needed = _U32.itemsize * (entry.samples + 2) + entry.samples * least
     is_raw = codec_of(shard.key) is None

@@ -1,4 +1,4 @@
-"""Reads a shard from front to back in ranged GETs, ahead of its reader, and skips what nobody reads."""
+"""Reads a shard from front to back in ranged GETs, ahead of its reader, and skips what is not read."""
 
 from __future__ import annotations
 

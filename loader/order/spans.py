@@ -261,7 +261,7 @@ class EpochSpans:
         before = ends - lengths
         places = np.arange(int(ends[-1]), dtype=np.int64)
         targets = np.repeat((span.row_starts[segments.step] + segments.slot)[by_lane] - before, lengths) + places
-        # A lane's offsets mostly go on from step to step: then they are a few runs, and no array.
+        # A lane's offsets mostly continue from step to step: then they are a few runs, and no array.
         begins = np.append(True, (lanes[1:] != lanes[:-1]) | (starts[1:] != (starts + lengths)[:-1]))
         firsts = np.flatnonzero(begins)
         lows, highs = before[firsts], np.append(before[firsts[1:]], ends[-1])

@@ -98,7 +98,7 @@ class ChunkMemory:
         self._unused_bytes += self._slots[chunk].reserved
 
     def note_used(self, chunk: int) -> None:
-        """Record that a chunk that nobody asked for is asked for."""
+        """Record that an unused chunk is asked for again."""
         if chunk in self._unused:
             self._unused.remove(chunk)
             self._unused_bytes -= self._slots[chunk].reserved

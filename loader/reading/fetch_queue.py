@@ -42,7 +42,7 @@ class FetchQueue:
             self._to_come.add(chunk)
 
     def hurry(self, chunk: int) -> None:
-        """Fetch it before all that nobody waits for."""
+        """Fetch it before all chunks that are not waited for."""
         self._slots[chunk].queued = False  # its entry in the queue ahead is passed over
         self._urgent.append(chunk)
 

@@ -82,7 +82,7 @@ class Layouts:
     ) -> None:
         """Remember where the values are that ``block`` has in ``data``, if there is room, and nothing of ``data``.
 
-        Blocks with other values than bytes are passed over: what is made of a chunk's bytes may refer to all of them.
+        Blocks with other values than bytes are skipped: what is made of a chunk's bytes may refer to all of them.
         ``check`` raises an error where ``data`` may be other bytes by now: such a layout is not kept.
         """
         columns = [column for column in block.columns.values() if isinstance(column, BytesColumn)]

@@ -267,7 +267,7 @@ def fetch_onto_disk(
 
 
 def cut_ranges(ranges: Sequence[ByteRange], piece_bytes: int) -> list[ByteRange]:
-    """Ranges cut into pieces of at most so many bytes."""
+    """Cut ranges into pieces of at most ``piece_bytes``."""
     return [
         ByteRange(start, min(start + piece_bytes, byte_range.stop))
         for byte_range in ranges

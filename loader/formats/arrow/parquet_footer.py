@@ -131,7 +131,7 @@ class _DatalessFile(SparseFile):
 
 
 def _check_footer(footer: pq.FileMetaData, shard: ObjectInfo, start: int) -> None:
-    """Have pyarrow look at every column of every row group in the one way that raises.
+    """Make pyarrow visit every column of every row group in the one way that raises.
 
     Its accessors (``row_group(i).column(j)``) end the process on a footer that is damaged within: they let a C++
     exception out of a function that promises none. Finding the ranges to pre-buffer visits the same parts, and catches.

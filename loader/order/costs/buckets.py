@@ -96,7 +96,7 @@ def add_buckets(
 def size_in_lanes(
     bucket: Bucket, lanes: int, *, global_batch_size: int, window_samples: float = 0.0
 ) -> tuple[int, int]:
-    """The run and the pool as offsets of each of so many lanes."""
+    """The run and the pool in offsets of one lane."""
     run = -(-(global_batch_size if bucket.run == "auto" else bucket.run) // lanes)
     if bucket.pool == "auto":
         runs = min(_MOST_RUNS, max(_FEWEST_RUNS, int(window_samples / run)))

@@ -66,7 +66,7 @@ class WeightChange:
 class Cursor:
     """A place in a run of a mixture: samples and steps handed out before it, and the samples ``taken`` of each source.
 
-    ``steps`` only selects the rounding of a step's counts, so it may go on when the batch size or the weights change.
+    ``steps`` only selects the rounding of a step's counts, so it may keep counting when batch sizes or weights change.
     """
 
     position: int

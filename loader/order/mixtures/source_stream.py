@@ -39,7 +39,7 @@ class SourceStream:
 
     @staticmethod
     def from_dict(state: Mapping[str, Any], *, name: str, lane_sizes: Any) -> SourceStream:
-        """Read what ``to_dict`` returned, of a source with lanes of so many inputs, (lanes,) int64.
+        """Read what ``to_dict`` returned, of a source whose lanes have these inputs, (lanes,) int64.
 
         Raises:
             StateMismatchError: it is damaged.

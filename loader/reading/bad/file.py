@@ -84,7 +84,7 @@ def read_quarantine(
 ) -> list[Quarantined]:
     """The samples and chunks that files name, or all such files of folders, each once, in the order of their ids.
 
-    A last line that a kill cut short is passed over. With ``is_same`` they must be of this very index of the data.
+    A last line that a kill cut short is skipped. With ``is_same`` they must be of this very index of the data.
 
     Raises:
         ConfigError: a file cannot be read, is damaged, or is of another data set. ``argument`` is its name for users.
