@@ -1,4 +1,4 @@
-"""What an opened chunk consists of: columns of values, and the array types that they are made of."""
+"""Columns of an opened chunk, and the array types that they are made of."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _exact_values(array: pa.Array) -> list[Any]:
 
 
 def float_holds(value: int) -> bool:
-    """Whether float64 gives an integer back: as it is, or as one writes a float that has no fraction."""
+    """Return whether float64 gives an integer back: as it is, or as one writes a float that has no fraction."""
     if -EXACT_INTEGERS <= value <= EXACT_INTEGERS:
         return True
     if abs(value) > _MOST_FLOAT64:

@@ -305,7 +305,7 @@ class DistributedDataLoader(Generic[BatchT]):
 
     @property
     def drops_samples(self) -> bool:
-        """Whether ``keep=`` or ``transform=`` may drop samples, so that epochs have no known number of batches."""
+        """True if ``keep=`` or ``transform=`` may drop samples, so that epochs have no known number of batches."""
         return self._run.sampler.drops_samples
 
     @property
@@ -325,7 +325,7 @@ class DistributedDataLoader(Generic[BatchT]):
 
     @property
     def is_batched_by_tokens(self) -> bool:
-        """Whether ``batch_tokens`` decides how many samples a batch has, so that each epoch has its own ``len``."""
+        """True if ``batch_tokens`` decides how many samples a batch has, so that each epoch has its own ``len``."""
         return self._run.share.budget is not None
 
     @property
@@ -438,7 +438,7 @@ class DistributedDataLoader(Generic[BatchT]):
     # -- what others ask while it runs, from any thread; all of it is cheap -------------------------------------------
 
     def metrics(self) -> LoaderMetrics:
-        """What was done so far, where the time went, how full the queues are, and which stage limits the throughput.
+        """Return what was done so far, where the time went, how full queues are, and the stage that limits throughput.
 
         Also after ``close``. ``new.since(old)`` tells of the time between two of them. Of a mixture,
         ``MixtureMetrics``: also how far the run is in each source.
@@ -456,7 +456,7 @@ class DistributedDataLoader(Generic[BatchT]):
         return [] if self._run.bad is None else self._run.bad.records
 
     def activity(self) -> dict[str, Any]:
-        """What the next batch is waiting for, for people to read; empty if a batch is ready or none was asked for.
+        """Describe what the next batch is waiting for, for people to read; empty if one is ready or none was asked for.
 
         For example ``{"waiting_for": "chunk at byte 0 of train-3.tar", "since_s": 4.2}``. Cheap, and safe to call from
         any thread while another one iterates: a watchdog asks it why training has stopped.
@@ -476,7 +476,7 @@ class DistributedDataLoader(Generic[BatchT]):
         from ..storage.files import check_output
 
         timeline = Timeline()
-        try:  # what cannot be written is told before the work, not after it
+        try:  # a file that cannot be written fails before the work, not after it
             check_output(path)
         except OSError as exc:
             raise _unwritable(path, exc) from exc

@@ -1,4 +1,4 @@
-"""What this process may use: cores and memory; and sizes as people write them."""
+"""Limits of this process, cores and memory; and sizes as people write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time goes: counters that the stages add to, and what they say about the bottleneck."""
+"""Metrics of where the time goes: counters that the stages add to, and the bottleneck that they show."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """How full everything is at this moment; ``LoaderMetrics`` explains each."""
+    """Levels of queues and memory at this moment; ``LoaderMetrics`` explains each."""
 
     waiting_batches: int = 0
     ready_batches: int = 0
@@ -93,7 +93,7 @@ class Levels:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderMetrics(Levels, StoreCounts, Totals):
-    """What a loader has done since it was made: counts, bytes and seconds of this rank; and how full it is now.
+    """Metrics of a loader since it was made: counts, bytes and seconds of this rank; and how full it is now.
 
     Attributes:
         batches: batches handed out.
@@ -172,7 +172,7 @@ class LoaderMetrics(Levels, StoreCounts, Totals):
         return self.packed_tokens / total if total else float("nan")
 
     def since(self, before: Self) -> Self:
-        """What was done since ``before``, an earlier one of the same loader; levels are those of now."""
+        """Return what was done since ``before``, an earlier one of the same loader; levels are those of now."""
         now, earlier = vars(self), vars(before)
         sums = {name for name in now if name not in self.levels and name != "bottleneck"}
         change = {name: now[name] - earlier[name] for name in sums}
@@ -181,13 +181,13 @@ class LoaderMetrics(Levels, StoreCounts, Totals):
         return replace(self, **change, bottleneck=stage)
 
     def advice(self) -> str:
-        """What to change, in a sentence; empty before the first batch."""
+        """Advice on what to change, in a sentence; empty before the first batch."""
         return advise(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceProgress:
-    """How far a run is in one source of a mixture, all ranks together, since the run began.
+    """Progress of a run in one source of a mixture, all ranks together, since the run began.
 
     Attributes:
         samples: samples handed out, each as often as it came; of a source that is packed, its sequences.
@@ -215,7 +215,7 @@ class SourceProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureMetrics(LoaderMetrics):
-    """What a loader of a mixture has done: ``LoaderMetrics``, and where its run is.
+    """Metrics of a loader of a mixture: ``LoaderMetrics``, and where its run is.
 
     Attributes:
         run_samples: samples handed out on all ranks together since the run began.
@@ -256,7 +256,7 @@ class Counters:
             return Totals(**self._amounts)
 
     def metrics(self, levels: Levels, store: StoreCounts) -> LoaderMetrics:
-        """The sums so far and the bottleneck that they tell of, with how full everything is and what the store did."""
+        """The sums so far and the bottleneck that they show, with how full everything is and what the store did."""
         totals = self.totals()
         return LoaderMetrics(
             **totals.to_dict(),

@@ -17,7 +17,7 @@ _LEVELS = MixtureMetrics.levels
 
 
 class _Serveable(Protocol):
-    """What is served: a loader."""
+    """Served object: a loader."""
 
     @property
     def rank(self) -> int: ...
@@ -70,7 +70,7 @@ def serve_metrics(loader: _Serveable, *, port: int = 0, address: str = LOOPBACK)
 def list_numbers(metrics: Mapping[str, Any], labels: Mapping[str, str]) -> Iterator[Number]:
     """The metrics of one rank as Prometheus' numbers; the bottleneck is a 1 with the stage as a label.
 
-    What is told in free words has no place there.
+    Free text is left out.
     """
     for name, value in metrics.items():
         if name == "tuning":
@@ -91,7 +91,7 @@ def list_numbers(metrics: Mapping[str, Any], labels: Mapping[str, str]) -> Itera
 
 
 def list_sources(sources: Mapping[str, Mapping[str, Any]], labels: Mapping[str, str]) -> Iterator[Number]:
-    """How far a mixture's run is in each source, which is a label."""
+    """List a mixture's progress in each source, which is a label."""
     for source, progress in sources.items():
         for name, value in progress.items():
             if value is not None:

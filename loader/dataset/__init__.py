@@ -1,1 +1,1 @@
-"""What a data set consists of: its shards, its manifest, and how that is found, built and kept."""
+"""Data sets: how their shards and manifests are found, built and kept."""

@@ -1,4 +1,4 @@
-"""What must hold between the numbers of a manifest, whoever wrote it: formats make views of memory by them."""
+"""Checks of a manifest's numbers, whoever wrote it: formats make views of memory by them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def find_misfit(
     samples: IntArray,
     memory: IntArray,
 ) -> str | None:
-    """What is wrong with the shards and chunks of a manifest, (chunks,) int64 each; None where all fits.
+    """Describe a contradiction between a manifest's shards and its chunks, (chunks,) int64 each; None if all fits.
 
-    Chunks lie inside their shards, in rising order, and hold samples; every shard has one. Whether a chunk has as many
-    samples as it should is seen when it is opened.
+    Chunks lie inside their shards, in rising order, and hold samples; every shard has one. A chunk's number of samples
+    is checked when it is opened.
     """
     if not len(shards) or not len(samples):
         return "it has no chunk"
@@ -68,7 +68,7 @@ def find_misfit(
 
 
 def find_strange_schema(schema: Any, config: Any) -> str | None:
-    """What is wrong with the form of a manifest's schema and of its format's settings; None where nothing is.
+    """Describe an error in the form of a manifest's schema or of its format's settings; None if there is none.
 
     A schema has ``fields``, a list of names, or ``columns``, names with a type, a name or for JSON lines
     an object, and ``nulls``, a bool.

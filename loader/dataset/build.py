@@ -76,9 +76,9 @@ def prepare_index(
     rebuild: bool = False,
     tell: Callable[[str], None] = warn_doubt,
 ) -> PendingIndex | Manifest:
-    """What must be indexed of a selection, or its manifest if the one beside the data covers it.
+    """Find the shards of a selection to index; return its manifest instead if the one beside the data covers it.
 
-    ``tell`` is told what names of shards say that is missing.
+    ``tell`` is called with each warning that the names of shards give of missing ones.
 
     Raises:
         DatasetError, ConfigError: no shards, shards twice by their names, mixed formats or splits, or a named object
@@ -111,11 +111,11 @@ def prepare_index(
             continue
         if saved.shards[place].size != task.info.size:
             continue
-        told_by, companion = saved.companions.get(task.info.key), task.companion
-        if companion is not None and (told_by is None or told_by.size != companion.size):
+        before, companion = saved.companions.get(task.info.key), task.companion
+        if companion is not None and (before is None or before.size != companion.size):
             continue  # what says how it is read came, or changed, since; of one that is gone the manifest knows
         alike[position] = place
-        is_same = companion is None or told_by is None or same_object(told_by, companion)
+        is_same = companion is None or before is None or same_object(before, companion)
         if is_same and same_object(saved.shards[place], task.info):
             kept[position] = place
     if len(kept) == len(tasks):
@@ -138,7 +138,7 @@ def prepare_index(
 def heed_shards(
     selection: Selection, shards: Sequence[str], shard_format: ShardFormat, tell: Callable[[str], None]
 ) -> None:
-    """Refuse, or ``tell`` of, what the names of a selection's shards say that is missing, or there twice.
+    """Refuse shards that come twice, and ``tell`` of missing ones, by the names of a selection's shards.
 
     Raises:
         DatasetError: shards would come twice.
@@ -193,8 +193,8 @@ def _show_format(name: str, config: Mapping[str, Any]) -> str:
 def _refuse_other_tokens(selection: Selection, given: ShardFormat, saved: Manifest) -> None:
     """Refuse token files that the format would read as another type than they are packed or indexed as.
 
-    Any bytes are tokens of any type: what is read as another one is no error, but noise. Neither names of files that
-    tell their type nor an .idx leave the format a choice.
+    Any bytes are valid tokens of any type, so the wrong type yields noise instead of an error. A file's name or its
+    .idx, where they state the type, leave the format no choice.
 
     Raises:
         ConfigError: names both types.
@@ -214,12 +214,12 @@ def _refuse_other_tokens(selection: Selection, given: ShardFormat, saved: Manife
 
 
 def same_object(one: ObjectInfo, other: ObjectInfo) -> bool:
-    """Whether two descriptions of a key mean the same content, as far as size and ETag tell."""
+    """Return whether two descriptions of a key mean the same content, judged by size and ETag."""
     return one.size == other.size and (one.etag == other.etag or one.etag is None or other.etag is None)
 
 
 def _without_etags(manifest: Manifest, tasks: Sequence[ShardTask]) -> Manifest:
-    """A manifest of these shards that expects no ETag where the store tells none, as after copying to such a store."""
+    """A manifest of these shards that expects no ETag where the store has none, as after copying to such a store."""
     unknown = {task.info.key for task in tasks if task.info.etag is None}
     bare = {task.info.key for task in tasks if task.companion is not None and task.companion.etag is None}
     if not unknown | bare:
@@ -245,7 +245,7 @@ def _warn_stale(url: str, *, new: int, gone: int, unchecked: bool = False) -> No
 
 
 def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat, *, is_given: bool) -> list[ShardTask]:
-    """The shards of a selection, in sample order; ``is_given`` says that the caller told the format."""
+    """The shards of a selection, in sample order; ``is_given``: the caller named the format."""
     with explain_failures(store.url, "listed"):
         by_name = shard_format.shards(store, selection.listing, selection.spelled)
     infos = {info.key: info for info in selection.listing}
@@ -257,10 +257,10 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat, *
         for key in selection.chosen:
             task = by_key.get(key)
             if task is None and key in selection.named:
-                # The caller named it, and is taken at his word: but for a name that tells another format, and for one
-                # that tells none where he did not tell it either.
-                is_told = "." not in key.rpartition("/")[2] or has_suffix(key, shard_format.other_suffixes)
-                if not is_told and not (is_given and format_by_name(key, selection.named) is None):
+                # A shard that the caller named is accepted, unless its name means another format, or no format while
+                # the caller gave none either.
+                may_be_shard = "." not in key.rpartition("/")[2] or has_suffix(key, shard_format.other_suffixes)
+                if not may_be_shard and not (is_given and format_by_name(key, selection.named) is None):
                     raise DatasetError(
                         f"{selection.url}{key}: not a shard of format {shard_format.name!r} by its name; "
                         "leave it out, or give format="
@@ -284,7 +284,7 @@ def order_tasks(store: Store, selection: Selection, shard_format: ShardFormat, *
 
 
 def _why_no_text(key: str) -> str:
-    """What to say of the name of a local file that Python cannot write as text."""
+    """Explain why Python cannot write the name of a local file as text."""
     try:
         name = os.fsencode(key).decode()
     except UnicodeDecodeError:
@@ -370,14 +370,14 @@ def assemble(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest
     manifest = Manifest.build(
         pending.url, pending.shard_format.name, pending.shard_format.config(), schema or {}, shards
     )
-    told_by = {} if pending.outdated is None else dict(pending.outdated.companions)
-    told_by |= {task.info.key: task.companion for task in pending.tasks if task.companion is not None}
-    companions = {shard.key: told_by[shard.key] for shard in manifest.shards if shard.key in told_by}
+    described_by = {} if pending.outdated is None else dict(pending.outdated.companions)
+    described_by |= {task.info.key: task.companion for task in pending.tasks if task.companion is not None}
+    companions = {shard.key: described_by[shard.key] for shard in manifest.shards if shard.key in described_by}
     return replace(manifest, companions=companions, classes=pending.classes)
 
 
 def _take_unchanged(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> Manifest | None:
-    """What the manifest beside the data says, checksums too, where all that came since holds no samples; else None."""
+    """Return the manifest beside the data, with its checksums, if all shards added since hold no samples; else None."""
     saved = pending.outdated
     if saved is None or not pending.known or any(index.chunks for index in found.values()):
         return None
@@ -387,7 +387,7 @@ def _take_unchanged(pending: PendingIndex, found: Mapping[int, ShardIndex]) -> M
 
 
 def warn_outdated(pending: PendingIndex, manifest: Manifest) -> None:
-    """Warn where a run goes on with another manifest than that beside the data, which is out of date."""
+    """Warn that a run uses another manifest than the one beside the data, which is out of date."""
     if pending.outdated is None:
         return
     known = {pending.tasks[position].info.key for position in pending.known}

@@ -17,10 +17,10 @@ _MOST_BYTES = 64 << 20  # of several chunks
 
 
 def is_copy(store: Store, manifest: Manifest) -> bool:
-    """Whether some chunks have the manifest's checksums: the shortest of the first, the middle and the last shard.
+    """Return whether the shortest chunks of the first, middle and last shard have the manifest's checksums.
 
-    Of large chunks one is enough. All others are compared when they are read, so that what is no copy, and is not found
-    here, is an error there.
+    If these are large, one is enough. All others are compared when they are read: a difference that is missed here is
+    an error there.
 
     Raises:
         StorageError: a shard cannot be read.

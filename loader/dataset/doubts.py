@@ -1,4 +1,4 @@
-"""What the names of shards tell of a data set: shards that are missing, and shards that hold the same samples twice.
+"""Doubts that the names of shards raise: missing shards, and shards that hold the same samples twice.
 
 ``NAME-00000-of-00012``, as TensorFlow, Beam, the Hugging Face Hub and T5X write them, says how many there are. One name
 with two endings, ``a.jsonl`` beside ``a.jsonl.gz``, is one shard in two forms. Nothing is read here.
@@ -22,7 +22,7 @@ _MOST = 10_000_000  # shards of one name; a larger total is a number of somethin
 
 
 class DoubtfulDatasetWarning(UserWarning):
-    """A data set can be read, and what it consists of tells that some of it is missing, or comes twice."""
+    """A data set can be read, but its contents suggest that some of it is missing, or comes twice."""
 
 
 def warn_doubt(text: str) -> None:
@@ -47,7 +47,7 @@ class _Numbered:
 
     @property
     def name(self) -> tuple[str, str]:
-        """What all shards of one list share, however many they are."""
+        """The prefix that all shards of one list share, and their suffix unless it is a hash."""
         return self.head, "" if self.is_hashed else self.rest
 
     @property
@@ -70,8 +70,8 @@ def heed_names(
 ) -> None:
     """Refuse shards that come twice by their names, and ``tell`` of those that are missing.
 
-    ``keys`` are of shards that the caller did not name one by one; those that he did are as he wants them. Where he
-    gave ``globs``, shards that come twice are told of instead of refused, and what none of them fits is not missed.
+    ``keys`` leave out shards that the caller named one by one: those are as he wants them. With ``globs``, shards that
+    come twice get a warning instead of a refusal, and shards that fit none of the globs are not missed.
 
     Raises:
         DatasetError: names the shards, and what to do.
@@ -123,7 +123,7 @@ def _find_numbered(stems: Sequence[tuple[str, str]]) -> list[_Numbered]:
 
 
 def _find_forms(stems: Sequence[tuple[str, str]]) -> str:
-    """What to say of a shard that is there in two forms; "" where none is."""
+    """Describe a shard that is stored in two forms; "" if there is none."""
     if len({ending for _, ending in stems}) < 2:
         return ""
     known: dict[str, str] = {}
@@ -132,7 +132,7 @@ def _find_forms(stems: Sequence[tuple[str, str]]) -> str:
 
 
 def _find_writings(numbered: Sequence[_Numbered]) -> str:
-    """What to say of two writings of one list of shards, side by side; "" where there are none."""
+    """Describe two writings of one list of shards, side by side; "" if there are none."""
     totals: dict[tuple[str, str], _Numbered] = {}
     places: dict[tuple[tuple[str, str], int, str], _Numbered] = {}
     pairs = []
@@ -153,7 +153,7 @@ def _more(count: int) -> str:
 
 
 def _find_missing(numbered: Sequence[_Numbered]) -> list[str]:
-    """The keys of shards that others of their list tell of, in order."""
+    """The keys of shards that are missing from their lists, in order."""
     lists: dict[tuple[tuple[str, str], str], dict[int, _Numbered]] = {}
     for shard in numbered:
         lists.setdefault((shard.name, shard.total), {})[shard.number] = shard

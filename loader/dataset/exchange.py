@@ -188,7 +188,7 @@ class _Watch:
 class RemoteError:
     """An error in transit, as JSON, from the rank that raised it to the others.
 
-    ``cause``: the rank and the class of the error that stopped the one that tells, where that is another's.
+    ``cause``: the rank and the class of the error that stopped the reporting rank, if that is another's.
     """
 
     rank: int
@@ -241,7 +241,7 @@ def _process_place() -> str:
 
 
 def _process_is_gone(place: str) -> bool:
-    """Whether a process of this host (and its namespace of process ids) has ended; False for those of other hosts."""
+    """Return whether a process of this host, in its PID namespace, has ended; False for processes of other hosts."""
     where, _, pid = place.rpartition(" ")
     if not where or where != _process_place().rpartition(" ")[0]:
         return False

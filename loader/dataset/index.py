@@ -89,10 +89,10 @@ def find_manifest(
     rebuild: bool = False,
     trusts_copies: bool = True,
 ) -> Manifest:
-    """As ``open_manifest``; the store that it was found in is left to ``lingering``.
+    """Find a manifest as ``open_manifest`` does; ``lingering`` closes the store that it was found in.
 
-    As long as that is open, a store of the data finds connections that were made, and used, already. Without
-    ``trusts_copies`` shards that seem to be copies of those of the manifest beside them are indexed all the same.
+    As long as that is open, a store of the data reuses its connections. Without ``trusts_copies``, shards that seem to
+    be copies of those of the manifest beside them are indexed all the same.
     """
     if isinstance(format, type) or not (format is None or isinstance(format, str) or hasattr(format, "open_shard")):
         raise ConfigError(f"format={format!r}: give a format's name, or a format such as TokensFormat(seq_len=2048)")
@@ -161,7 +161,7 @@ class _Opening:
         return manifest.below(selection.root), key
 
     def _find(self, store: Store, pending: PendingIndex, copied: Manifest | None, key: str | None) -> Manifest:
-        """What ``key`` names, from the node's cache or made now."""
+        """Return the manifest that ``key`` names, from the node's cache or made now."""
         if key is None:
             return self._make(store, pending, copied)
         cached = self._cached(key, pending.url)
@@ -177,8 +177,8 @@ class _Opening:
     def shared(self, exchange: Exchange) -> Manifest:
         if exchange.builds:
             manifest, key = self.alone()
-            told = {"url": manifest.url, "key": key, "root": dict(manifest.root)}
-            exchange.publish(told, manifest.to_bytes())
+            notice = {"url": manifest.url, "key": key, "root": dict(manifest.root)}
+            exchange.publish(notice, manifest.to_bytes())
             return manifest
         about = exchange.wait()
         key, url = about["key"], about["url"]
@@ -211,7 +211,7 @@ class _Opening:
         return with_names_of_parts(store, assemble(pending, dict(zip(missing, indexes, strict=True))))
 
     def _has_samples(self, store: Store, pending: PendingIndex) -> bool:
-        """Whether shards that the manifest beside the data does not know hold any; those that do not, it leaves out."""
+        """Return whether shards that the manifest beside the data does not know hold samples; it leaves out others."""
         found = index_shards(store, pending.shard_format, pending.strangers, threads=self.threads)
         return any(index.chunks for index in found)
 

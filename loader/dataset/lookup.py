@@ -1,4 +1,4 @@
-"""Which of some objects exist, in few requests, and what belongs to them."""
+"""Look up which objects exist, in few requests, and find the companions of shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAD_THREADS = 32
 
 
 def find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
-    """What belongs to shards: for MDS their folder, whose index.json names every shard; for Megatron the .idx files."""
+    """Find companions of shards: for MDS their folder, whose index.json names the shards; for Megatron .idx files."""
     folders = {key.rpartition("/")[0] for key in keys if has_suffix(key, SUFFIXES["mds"])}
     for folder in sorted(folders):
         yield from store.list(f"{folder}/" if folder else "")

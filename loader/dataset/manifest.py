@@ -69,22 +69,22 @@ class Manifest:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks there are."""
+        """The number of chunks."""
         return len(self.samples)
 
     @property
     def lacks_parts(self) -> bool:
-        """Whether parts of chunks may be read that it holds no checksums of; an older penstock stored none."""
+        """True if it has no checksums of parts of chunks that may be read; an older penstock stored none."""
         return self.parts is None and self.format in FORMATS_IN_PARTS
 
     @property
     def checks_all(self) -> bool:
-        """Whether it holds checksums of all that may be read."""
+        """True if it has checksums of all that may be read."""
         return self.checksums is not None and not self.lacks_parts
 
     @property
     def num_samples(self) -> int:
-        """How many samples there are: ids are 0 to one less."""
+        """The number of samples: ids are 0 to one less."""
         return int(self.first_ids[-1])
 
     @property
@@ -99,7 +99,7 @@ class Manifest:
 
     @property
     def has_columns(self) -> bool:
-        """Whether fields are columns, which have types, and not files, which have names alone."""
+        """True if fields are columns, which have types; False if they are files, which have only names."""
         return "columns" in self.schema
 
     @cached_property
@@ -133,7 +133,7 @@ class Manifest:
         return self.shards[shard].key, int(sample_id - self._shard_first_ids[shard])
 
     def name_sample(self, sample_id: int) -> str:
-        """How messages call a sample."""
+        """Name a sample for messages."""
         return f"sample {sample_id}"
 
     @cached_property

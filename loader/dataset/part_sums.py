@@ -25,7 +25,7 @@ FORMATS_IN_PARTS = frozenset({"parquet", "mds"})  # whose chunks may be read in 
 class PartSums:
     """``sums`` of all chunks in their order, uint64 XXH3-64; those of chunk i are ``sums[starts[i]:starts[i + 1]]``.
 
-    Which bytes each is of is what the format's ``chunk_parts`` says, so that 8 bytes a part are all that is kept.
+    The format's ``chunk_parts`` says which bytes each sum covers, so only 8 bytes a part are kept.
     """
 
     starts: IntArray

@@ -39,7 +39,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _words(body: str, pattern: str, most: int) -> list[str]:
-    """What the inside of braces stands for. Raises ConfigError where that is more than ``most`` words."""
+    """Expand the inside of braces into its words. Raises ConfigError if there are more than ``most``."""
     span = _RANGE.fullmatch(body)
     if span is None and "," not in body:
         raise ConfigError(f"{pattern}: {{{body}}} is neither a range like {{000..099}} nor a list like {{a,b}}")
@@ -64,7 +64,7 @@ def _words(body: str, pattern: str, most: int) -> list[str]:
 
 
 def is_glob(url: str) -> bool:
-    """Whether a URL or path is a glob; an existing local one is taken literally, and a web URL may have a query."""
+    """Return whether a URL or path is a glob; an existing local one is taken literally; a web URL may have a query."""
     if url.startswith(("http://", "https://")) and "?" in url:
         return False
     local = url.removeprefix(FILE)
@@ -72,7 +72,7 @@ def is_glob(url: str) -> bool:
 
 
 def is_path(path: Path) -> bool:
-    """Whether there is such a file or folder."""
+    """Return whether a file or folder exists."""
     try:
         return path.exists()
     except OSError:  # a name longer than a file's may be
@@ -80,7 +80,7 @@ def is_path(path: Path) -> bool:
 
 
 def fixed_prefix(glob: str) -> str:
-    """What every match of a glob begins with: all before its first wildcard."""
+    """Return the literal beginning of a glob, up to its first wildcard; every match begins with it."""
     found = _MAGIC.search(glob)
     return glob if found is None else glob[: found.start()]
 

@@ -15,9 +15,9 @@ from .manifest import MANIFEST_NAME
 
 
 class Prefix:
-    """``listing`` holds its objects, ``manifest`` the bytes of the manifest in it, or what asking for them raised.
+    """``listing`` holds its objects, ``manifest`` the bytes of the manifest in it, or the errors of their requests.
 
-    The threads end with that, whatever becomes of it. ``store`` belongs to whoever opened the prefix.
+    The threads end with these requests. ``store`` belongs to the caller, who closes it.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None, *, with_manifest: bool) -> None:

@@ -70,7 +70,7 @@ class SealedFolder:
         return self._home / self._name
 
     def file(self, key: str) -> Path:
-        """Where the file of a key is."""
+        """Return the path of a key's file."""
         return self.path / f"{key}.arrow"
 
     def load(self, key: str) -> bytes | None:

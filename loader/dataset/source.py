@@ -39,7 +39,7 @@ UNFINISHED = b"penstock: this data set is being packed, or its packing was inter
 
 
 def is_unfinished(data: bytes | memoryview) -> bool:
-    """Whether what lies in the manifest's place says that the data set is not whole; notes of the writer may follow."""
+    """Return whether the bytes in the manifest's place mark an incomplete data set; notes of the writer may follow."""
     return bytes(data[: len(UNFINISHED)]) == UNFINISHED
 
 
@@ -51,7 +51,7 @@ class Selection:
     caller gave them, or None if the source is a whole prefix; ``named`` are those that the caller named individually,
     which must therefore be shards; ``spelled`` are these and those below a hidden folder that he named: he wants them
     though their names are hidden. ``saved`` is the manifest beside the data, if there is one, and ``saved_data`` its
-    bytes where they are on their way already. ``folders`` are the prefixes, '' or ending in '/', that the source names
+    bytes if they are being fetched already. ``folders`` are the prefixes, '' or ending in '/', that the source names
     as a whole and that may not mix splits; ``globs`` are the patterns in it. ``root``: values of columns that the URL's
     own folders tell of all shards, where the caller named shards or a pattern, or a split lies below what he named.
     """
@@ -292,8 +292,8 @@ def _select_objects(
         raise ConfigError(f"{store.url}: {twice} is given twice; name each shard once")
     listing.update((info.key, info) for info in find_companions(store, named | matched) if info.key not in listing)
     chosen = tuple(info.key for info in order)
-    every, saved, told = tuple(listing.values()), _find_saved(store), read_root(_split(root)[1])
-    return Selection(url=root, listing=every, chosen=chosen, named=named, spelled=named, saved=saved, root=told)
+    every, saved, in_root = tuple(listing.values()), _find_saved(store), read_root(_split(root)[1])
+    return Selection(url=root, listing=every, chosen=chosen, named=named, spelled=named, saved=saved, root=in_root)
 
 
 def _find_saved(store: Store) -> ObjectInfo | None:
@@ -304,7 +304,7 @@ def _find_saved(store: Store) -> ObjectInfo | None:
 
 
 def _select_subset(store: Store, selection: Selection) -> Selection:
-    """The selection without what is of other subsets than the default one, of folders whose README.md lists some."""
+    """Drop all subsets but the default one from a selection, in folders whose README.md lists subsets."""
     dropped: set[str] = set()
     for folder in selection.folders:
         readme = next((info for info in selection.listing if info.key == folder + README_NAME), None)
@@ -340,7 +340,7 @@ def _select_subset(store: Store, selection: Selection) -> Selection:
 def _select_split(
     store: Store, selection: Selection, split: Split, storage_options: Mapping[str, Any] | None
 ) -> tuple[Store, Selection]:
-    """What belongs to a split: a folder of its own if it has one, as if that were the source, else a list of shards."""
+    """Select the shards of a split: its own folder, if it has one, as if that were the source; else some shards."""
     try:
         candidates = selection.chosen or tuple(info.key for info in selection.listing)
         shards = [key for key in candidates if format_by_name(key, selection.spelled) is not None]
@@ -358,8 +358,8 @@ def _select_split(
     listing = [info for info in selection.listing if info.key not in others]
     if selection.chosen is not None:
         return store, replace(selection, listing=tuple(listing), chosen=tuple(keys), folders=())
-    told = {split_folder(key, names[key]) for key in keys}
-    folder = told.pop() if len(told) == 1 and told != {""} else _shared_folder(keys)
+    parents = {split_folder(key, names[key]) for key in keys}
+    folder = parents.pop() if len(parents) == 1 and parents != {""} else _shared_folder(keys)
     store.close()
     url = selection.url + encode_name(selection.url, folder)
     store = open_store(url, storage_options=storage_options)

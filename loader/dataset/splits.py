@@ -1,4 +1,4 @@
-"""Which split of a data set (train, validation, test) each shard belongs to, told by names as the layouts in use do.
+"""Assign each shard to a split (train, validation, test) by its name, as the common layouts do.
 
 The layouts: a folder per split; ``train-00000-of-00012.parquet``, as the Hugging Face Hub writes them, often below
 ``data/``; one file per split, ``train.jsonl``; and the ``dataset_dict.json`` of ``save_to_disk``. The Hub's own rules

@@ -105,7 +105,7 @@ def _patterns(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _front_matter(text: str) -> dict[str, Any]:
-    """What lies between two lines of dashes at the beginning, of which only ``configs`` is parsed."""
+    """Return the ``configs`` between two lines of dashes at the beginning; nothing else there is parsed."""
     lines = text.lstrip("\ufeff").splitlines()
     if not lines or lines[0].rstrip() != "---":
         return {}

@@ -1,4 +1,4 @@
-"""What formats have in common: they find shards by suffix, and read a chunk as one byte range of its shard."""
+"""Base of the formats that find shards by suffix and read a chunk as one byte range of its shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a shard is cut into chunks of about ``chunk_bytes``."""
+"""Cut shards into chunks of about ``chunk_bytes``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def cut_samples(starts: IntArray, stops: IntArray, chunk_bytes: int, counts: IntArray | None = None) -> list[ChunkSpan]:
     """Runs of whole samples of at most ``chunk_bytes``, or of one sample that is longer.
 
-    ``starts`` and ``stops``: (samples,) int64 byte offsets, rising. With ``counts`` each is a unit of so many samples.
+    ``starts`` and ``stops``: (samples,) int64 byte offsets, rising. With ``counts`` each is a unit of several samples.
     """
     chunks: list[ChunkSpan] = []
     first, count = 0, len(starts)

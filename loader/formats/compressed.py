@@ -47,7 +47,7 @@ def codec_of(key: str) -> str | None:
 
 
 def hidden_codec(head: bytes) -> str:
-    """What to say of a shard that begins as a compressed stream does, where its name tells of none; else ''."""
+    """Explain that a shard begins as a compressed stream though its name does not say so; '' if it does not."""
     found = next((codec for codec, magic in _MAGICS.items() if head.startswith(magic)), None)
     if found is None:
         return ""
@@ -158,7 +158,7 @@ def _check_magic(data: memoryview, codec: str, shard: str) -> None:
 
 
 def _size_hint(data: memoryview, codec: str) -> int:
-    """How many bytes the stream says it holds, within plausible bounds; a guess where it does not say."""
+    """Decompressed size that the stream states, within plausible bounds; a guess if it states none."""
     if codec == "gzip":
         hint = int.from_bytes(data[-4:], "little")
     elif codec == "bz2":

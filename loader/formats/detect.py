@@ -1,4 +1,4 @@
-"""Which format a data set has: by the names of its objects, else by the first bytes of files without a suffix."""
+"""Detect the format of a data set: by the names of its objects, else by the first bytes of files without a suffix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .names import SUFFIXES, has_suffix, is_hidden
 if TYPE_CHECKING:
     from .shard import ShardFormat
 
-# Imported on first use, so that who names a format does not wait for the libraries of the others.
+# Imported on first use, so that a named format does not load the libraries of the others.
 _CLASSES = {
     "tar": ("tar.format", "TarFormat"),
     "parquet": ("arrow.parquet", "ParquetFormat"),
@@ -97,7 +97,7 @@ def detect_format(store: Store, listing: Sequence[ObjectInfo], named: Collection
 
 
 def format_by_name(key: str, named: Collection[str] = ()) -> str | None:
-    """The format that a key's suffix tells of, None for other suffixes and for hidden objects not ``named``."""
+    """The format that a key's suffix means, None for other suffixes and for hidden objects not ``named``."""
     if key not in named and is_hidden(key):
         return None
     return next((name for name, suffixes in SUFFIXES.items() if has_suffix(key, suffixes)), None)
@@ -141,7 +141,7 @@ def sniff_format(head: bytes) -> str | None:
 
 
 def encrypted_hint(keys: Iterable[str]) -> str:
-    """That the objects are encrypted, and what reads them; "" where none is."""
+    """Explain that the objects are encrypted, and how to read them; "" if none is."""
     from ...storage import ENCRYPTED_SUFFIX  # with what encrypts
 
     encrypted = [key for key in keys if key.endswith(ENCRYPTED_SUFFIX)]

@@ -1,4 +1,4 @@
-"""What is no error of ours, as one that says which shard it was: damaged bytes, or memory that ran out."""
+"""Translate foreign exceptions, damaged bytes or exhausted memory, into errors that name the shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from ...storage import PenstockError
 from ..errors import FormatError, MemoryLimitError
 
-# What parsers and NumPy raise on numbers and structures that nobody thought of.
+# Exceptions that parsers and NumPy raise on numbers and structures that they do not expect.
 _OF_BAD_BYTES = (
     ArithmeticError,
     AssertionError,

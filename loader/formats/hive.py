@@ -23,7 +23,7 @@ from .schema import NULL_SUFFIX, make_block, refuse_null_clash
 if TYPE_CHECKING:
     from .shard import ChunkRef
 
-# Formats of tables: samples of others have fields of their own, told by names of files.
+# Formats of tables: samples of others have fields of their own, named by files.
 TABLES = frozenset({"parquet", "arrow", "jsonl"})
 # In a manifest's schema a column that stands in paths has this key, with the value that the root's own folders give it.
 _IN_PATH = "path"
@@ -96,10 +96,10 @@ def find_columns(keys: Sequence[str], root: Mapping[str, str]) -> dict[str, dict
     values = {folder: {**root, **read_folders(folder.split("/"))} for folder in by_folder}
     columns: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for of_folder in values.values() for name in of_folder):
-        told = {of_folder[name] for of_folder in values.values() if name in of_folder}
-        texts = told - {_NULL}
+        found = {of_folder[name] for of_folder in values.values() if name in of_folder}
+        texts = found - {_NULL}
         whole = bool(texts) and all(_WHOLE.fullmatch(text) and int(text) in _INT64 for text in texts)
-        columns[name] = {"type": "int64" if whole else "string", "nulls": _NULL in told, _IN_PATH: root.get(name)}
+        columns[name] = {"type": "int64" if whole else "string", "nulls": _NULL in found, _IN_PATH: root.get(name)}
         lacking = next((by_folder[folder] for folder, of_folder in values.items() if name not in of_folder), None)
         if lacking is not None:
             columns[name]["missing"] = lacking
@@ -108,7 +108,7 @@ def find_columns(keys: Sequence[str], root: Mapping[str, str]) -> dict[str, dict
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """What is read of chunks whose shards' paths hold columns, too.
+    """Columns to read from chunks whose shards' paths hold columns, too.
 
     ``schema`` and ``stored`` are the shards' own: the schema, and those of the wanted columns (None: all of them).
     ``in_path`` are the wanted columns that stand in paths, as in the schema.

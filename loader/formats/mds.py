@@ -37,7 +37,7 @@ _MOST_RATIO = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class MdsEntry:
-    """What ``index.json`` says about a shard; ``encodings`` by column, in the order of the file."""
+    """Entry of a shard in ``index.json``; ``encodings`` by column, in the order of the file."""
 
     samples: int
     raw_bytes: int
@@ -143,7 +143,7 @@ class MdsFormat(BaseFormat):
 
 
 def _check_count(entry: MdsEntry, shard: ObjectInfo) -> None:
-    """Raise FormatError where so many samples have no room in the bytes that the index states."""
+    """Raise FormatError if the samples do not fit into the bytes that the index states."""
     least = sum(fixed_size(encoding) or _U32.itemsize for encoding in entry.encodings.values())
     needed = _U32.itemsize * (entry.samples + 2) + entry.samples * least
     is_raw = codec_of(shard.key) is None
@@ -226,7 +226,7 @@ def _check_offsets(offsets: IntArray, size: int, chunk: ChunkRef) -> None:
 def _column_slices(
     data: memoryview, offsets: IntArray, encodings: Mapping[str, str], chunk: ChunkRef
 ) -> tuple[IntArray, IntArray]:
-    """Where each value lies in ``data``: starts and stops, each (columns, samples) int64."""
+    """Starts and stops of all values in ``data``: each (columns, samples) int64."""
     sizes = [fixed_size(encoding) for encoding in encodings.values()]
     variable = sum(size is None for size in sizes)
     begins, ends = offsets[:-1], offsets[1:]

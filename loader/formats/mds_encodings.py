@@ -47,7 +47,7 @@ _ARRAY_DTYPES = {
     65: "i8",
     66: "f8",
 }
-# The same by the dtype's name, for who writes them.
+# The same by the dtype's name, for writers.
 ARRAY_CODES = {np.dtype(kind).name: code for code, kind in _ARRAY_DTYPES.items()}
 
 

@@ -1,4 +1,4 @@
-"""Which objects of a data set are shards, by their names alone."""
+"""Decide by names alone which objects of a data set are shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SYSTEM_FOLDERS = frozenset({"__macosx", "@eadir", "$recycle.bin", "system volum
 
 
 def is_hidden(key: str, given: str = "") -> bool:
-    """Whether a folder or file in ``key`` starts with '.' or '_', as job markers and partial output do.
+    """Return whether a folder or file in ``key`` starts with '.' or '_', as job markers and partial output do.
 
     Such objects (``_SUCCESS``, ``.crc`` files, ``_temporary/...``) are not data, by a convention as old as Hadoop.
     ``given`` is what the caller wrote of the key, its beginning: a name that starts in it is no accident.
@@ -37,13 +37,13 @@ def is_hidden(key: str, given: str = "") -> bool:
 
 
 def is_system(key: str) -> bool:
-    """Whether a file is none of the user's, but one that Windows, macOS or a NAS keeps in folders."""
+    """Return whether a file is one that Windows, macOS or a NAS keeps in folders, and none of the user's."""
     *folders, name = key.lower().split("/")
     return name in _SYSTEM_FILES or any(folder in _SYSTEM_FOLDERS for folder in folders)
 
 
 def is_text(key: str) -> bool:
-    """Whether a name is Unicode: that of a local file may be any bytes, which Python keeps as surrogates."""
+    """Return whether a name is Unicode: that of a local file may be any bytes, which Python keeps as surrogates."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -52,7 +52,7 @@ def is_text(key: str) -> bool:
 
 
 def has_suffix(key: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether ``key`` ends in one of ``suffixes``, in any case; the suffixes are lower-case."""
+    """Return whether ``key`` ends in one of ``suffixes``, in any case; the suffixes are lower-case."""
     return key.lower().endswith(suffixes)
 
 

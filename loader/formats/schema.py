@@ -52,7 +52,7 @@ def null_marks(columns: Iterable[str], known: Collection[str]) -> list[str]:
 
 
 def names_read(columns: Collection[str], known: Collection[str]) -> frozenset[str]:
-    """What chunks hold that are read for some of the ``known`` columns: these, the marks of their nulls, and keys."""
+    """Names to read in chunks for some of the ``known`` columns: these, the marks of their nulls, and keys."""
     if not columns:
         return frozenset()  # nothing is read
     keys = [] if KEY_COLUMN in known else [KEY_COLUMN]

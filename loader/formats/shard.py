@@ -1,4 +1,4 @@
-"""What a shard format does: find the chunks of a shard, and open a chunk's bytes as columns.
+"""Interface of a shard format: find the chunks of a shard, and open a chunk's bytes as columns.
 
 A format holds no state but its configuration. The loader's threads call it concurrently.
 """
@@ -79,7 +79,7 @@ class ChunkRef:
 
 
 class Header(Protocol):
-    """What is kept of a shard to open its chunks with. ``nbytes`` estimates the memory that it takes."""
+    """Header of a shard, kept to open its chunks with. ``nbytes`` estimates the memory that it takes."""
 
     @property
     def nbytes(self) -> int: ...
@@ -89,8 +89,8 @@ class ShardFormat(Protocol):
     """Reads one kind of shard. Implementations are small classes in the files beside this one.
 
     ``name`` is a short word that is kept in the manifest: 'tar', 'parquet', ... ``suffixes``, lower-case, are the
-    endings that mark an object as a shard of this format, in any case. ``other_suffixes`` are of shards
-    only where nothing else in the data set is one by its name, and the format is told: other files have them, too.
+    endings that mark an object as a shard of this format, in any case. ``other_suffixes`` mark
+    shards only if no other object is one by its name, and the caller gave the format: other files have them, too.
     """
 
     name: ClassVar[str]
@@ -124,7 +124,7 @@ class ShardFormat(Protocol):
         ...
 
     def open_shard(self, store: Store, shard: ObjectInfo) -> Header | None:
-        """What opening a chunk needs of its shard beside the chunk's own bytes (a footer, say); None for most formats.
+        """Read what opening a chunk needs beside its own bytes (a footer, say); None for most formats.
 
         It is kept as long as memory allows, and read again where it is needed after that.
         """
@@ -146,17 +146,17 @@ class ShardFormat(Protocol):
 
     @property
     def opens_pieces(self) -> bool:
-        """Whether ``open_pieces`` works, so that a chunk that is too large for memory can be opened onto the disk."""
+        """True if ``open_pieces`` works, so that a chunk that is too large for memory can be opened onto the disk."""
         ...
 
     @property
     def is_framed(self) -> bool:
-        """Whether it depends on the bytes between values alone where these lie, whatever bytes they are made of."""
+        """True if the places of values depend only on the bytes between them, and not on the values' own bytes."""
         ...
 
     @property
     def opens_in_place(self) -> bool:
-        """Whether values stay in a chunk's bytes, where opening it does not look at them, until they are copied."""
+        """True if opening a chunk leaves values in its bytes, without a look at them, until they are copied."""
         ...
 
     def open_pieces(

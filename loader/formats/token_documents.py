@@ -1,4 +1,4 @@
-"""Token files whose samples are documents: told apart by Megatron's index, or by the token that ends each."""
+"""Token files whose samples are documents: found by Megatron's index, or by the token that ends each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .windows import ShardWindows
 
 @dataclass(frozen=True, slots=True)
 class DocumentBounds:
-    """Where the documents of a shard begin and end: ``bounds`` (documents + 1,) int64, in tokens."""
+    """Bounds of the documents of a shard: ``bounds`` (documents + 1,) int64, in tokens."""
 
     bounds: IntArray
 
@@ -63,8 +63,8 @@ class TokenDocumentsFormat(BaseFormat):
         if self.dtype not in DTYPES:
             raise ConfigError(unknown_choice("dtype", self.dtype, DTYPES))
         if self.eos is not None and (isinstance(self.eos, bool) or not isinstance(self.eos, int) or self.eos < 0):
-            told = "left out, Megatron's .idx files tell where documents end"
-            raise ConfigError(f"eos={self.eos!r}: token ids are whole numbers from 0 on; {told}")
+            hint = "left out, Megatron's .idx files tell where documents end"
+            raise ConfigError(f"eos={self.eos!r}: token ids are whole numbers from 0 on; {hint}")
 
     def shards(self, store: Store, listing: Sequence[ObjectInfo], named: Collection[str] = ()) -> list[ShardTask]:
         """Token files; the hint is the Megatron index beside one, if there is one."""

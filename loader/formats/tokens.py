@@ -175,12 +175,12 @@ def refuse_header(chunk: ChunkRef, data: memoryview) -> None:
 
 
 def has_free_dtype(key: str) -> bool:
-    """Whether a shard's name leaves open of which type its tokens are."""
+    """Return whether a shard's name leaves open of which type its tokens are."""
     return PurePosixPath(key).suffix.lower() not in SUFFIX_DTYPES
 
 
 def index_keys(key: str) -> tuple[str, ...]:
-    """Where the Megatron index of a token file may be, best match first; none for a key that is not a token file."""
+    """Keys at which the Megatron index of a token file may be, best first; none for a key that is not a token file."""
     if not has_suffix(key, TokensFormat.suffixes):
         return ()
     path = PurePosixPath(key)
@@ -235,7 +235,7 @@ def read_megatron_index(store: Store, index: ObjectInfo, data: ObjectInfo) -> st
 
 
 def read_bounds(store: Store, index: ObjectInfo, data: ObjectInfo) -> IntArray:
-    """Where the documents of a token file begin and end, (documents + 1,) int64 in tokens, of its Megatron .idx.
+    """Read the bounds of a token file's documents from its Megatron .idx: (documents + 1,) int64 in tokens.
 
     Raises:
         FormatError: it is not such an index, or not that of ``data``, or not of documents one behind another.

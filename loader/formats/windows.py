@@ -1,4 +1,4 @@
-"""Reads a shard from front to back in ranged GETs, ahead of its reader, and hops over what nobody wants to see."""
+"""Reads a shard from front to back in ranged GETs, ahead of its reader, and skips what is not read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Windows(Protocol):
 
     @property
     def end(self) -> int:
-        """How many bytes there are; final once a read came up short."""
+        """The number of bytes; final once a read came up short."""
         ...
 
     def read(self, offset: int, at_least: int = 1) -> memoryview:

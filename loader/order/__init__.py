@@ -1,1 +1,1 @@
-"""Which sample comes when: arithmetic alone, without I/O."""
+"""Order of samples: arithmetic alone, without I/O."""

@@ -75,8 +75,8 @@ def auto_window(
 ) -> int:
     """Pieces to mix in a lane.
 
-    Of whole chunks so many that all lanes together mix about ``pool_chunks`` and one keeps to about ``lane_bytes``; of
-    ranges of rows, which the permutation has mixed already, as many as are worth planning at once.
+    Whole chunks: enough for all lanes together to mix about ``pool_chunks``, within about ``lane_bytes`` a lane. Ranges
+    of rows, which the permutation has mixed already: as many as are worth planning at once.
     """
     if piece:
         return max(1, _WINDOW_ROWS // piece)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from functools import cached_property as cached_property  # noqa: TID251 - what type checkers are told
+    from functools import cached_property as cached_property  # noqa: TID251 - what type checkers see
 else:
 
     class cached_property(functools.cached_property):  # noqa: N801, TID251 - as everyone knows it

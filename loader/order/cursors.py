@@ -1,4 +1,4 @@
-"""Where each lane of a stream stands whose outputs are fewer than its inputs: two small integers a lane.
+"""Cursors into the lanes of a stream that has fewer outputs than inputs: two small integers a lane.
 
 An *input* is a sample as the plan orders it, an *output* what is left of inputs for training. Position p of a stream is
 a place among outputs. A cursor says: before input ``offset`` of the lane come ``outputs`` outputs. Work on the lane
@@ -84,7 +84,7 @@ def pack_integers(values: IntArray) -> list[int] | str:
 
 
 def unpack_integers(packed: object, count: int) -> IntArray:
-    """What ``pack_integers`` packed, (count,) int64. Raises ValueError or zlib.error where it is something else."""
+    """Unpack the result of ``pack_integers``, (count,) int64. Raises ValueError or zlib.error for anything else."""
     if isinstance(packed, list):
         if len(packed) != count or not all(type(value) is int for value in packed):
             raise ValueError(f"{count} whole numbers were expected")

@@ -1,4 +1,4 @@
-"""What a run will be like: batches, skew, reads and memory for any world size, from the plan alone, without data."""
+"""Forecast a run's batches, skew, reads and memory for any world size, from the plan alone, without data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_EDGES = 1 << 20  # cuts of lanes and ranks that are examined at most: it b
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run with this plan will be like. Bytes are estimates from the manifest; all else is exact unless noted.
+    """Forecast of a run with this plan. Bytes are estimates from the manifest; all else is exact unless noted.
 
     ``skew`` is the largest difference between two ranks' numbers of samples over the epoch; ``batch_skew`` that of one
     full batch. ``read_amplification`` is the expected number of times that all ranks together read a chunk in an epoch;
@@ -136,7 +136,7 @@ def _skew(num_samples: int, world_size: int, global_batch_size: int, steps: int)
 
 @dataclass(frozen=True, slots=True)
 class _LaneShares:
-    """Which rank takes which part of a lane: (pairs,) each; the parts of one of the ``lanes`` with samples sum to 1."""
+    """Shares of ranks in lanes: (pairs,) each; the parts of one of the ``lanes`` with samples sum to 1."""
 
     lanes: int
     ranks: IntArray

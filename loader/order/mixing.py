@@ -1,4 +1,4 @@
-"""How well an order mixes: some global batches of an epoch, compared with those of a uniform shuffle.
+"""Measure how well an order mixes: some global batches of an epoch, compared with those of a uniform shuffle.
 
 Samples that lie side by side in a data set tend to be alike (one class, one document, one day), so what harms training
 is that neighbours meet in a batch. Ratios are to the expectation of a uniform shuffle: 1 is as good, less is more even
@@ -26,7 +26,7 @@ _EXPECTED_PAIRS = 256  # neighbours are counted as far apart as makes a uniform 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """How some ``batches`` of an epoch are mixed, from their sample ids alone.
+    """Measures of mixing in some ``batches`` of an epoch, from their sample ids alone.
 
     ``neighbours``: how often two samples at most ``distance`` ids apart meet in a batch, over the same of a uniform
     shuffle. ``classes``: if the data set were sorted by ten classes, the spread of their counts in a batch, over that

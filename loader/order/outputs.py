@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def fillable(known: IntArray, turns: IntArray) -> int:
-    """Up to which position, exclusive, every lane has the output that rule 4 asks of it."""
+    """The first position for which some lane lacks the output that rule 4 asks of it."""
     return int((known * len(turns) + turns).min())
 
 
@@ -55,7 +55,7 @@ class Tail:
         return taken
 
     def segments(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """What positions ``start`` to ``stop`` are: (lane, first output, one past the last), lane by lane."""
+        """Segments of positions ``start`` to ``stop``: (lane, first output, one past the last), lane by lane."""
         first, last = self.taken_at(start), self.taken_at(stop)
         return [(lane, int(first[lane]), int(last[lane])) for lane in np.flatnonzero(last > first).tolist()]
 

@@ -9,7 +9,7 @@ UIntArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 _MASK = (1 << 64) - 1
 _TILE = 8192  # numbers that a core's cache holds, with all that is made of them
-# So many are sorted sooner by counting: of fewer, setting out takes the most time, of more, what counting leaves.
+# Sizes that are sorted faster by counting: below them setup dominates, above them the sort of what counting leaves.
 _COUNTED = range(1 << 11, 1 << 21)
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -1,4 +1,4 @@
-"""Pieces: what the permutation of an epoch moves: whole chunks, or ranges of their rows where there are few chunks.
+"""Pieces, which the permutation of an epoch moves: whole chunks, or ranges of their rows if there are few chunks.
 
 A permutation of chunks mixes nothing in a data set of one chunk: each lane would own the same part of it in every
 epoch. Ranges of rows mix the better the smaller they are. Their price is that each rank needs every chunk all the time,

@@ -39,7 +39,7 @@ _FOR_CHUNKS, _FOR_WINDOWS = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What decides an epoch's order besides the data set: kept in every state and fixed from the start of a run.
+    """Settings that decide an epoch's order besides the data set: in every state, and fixed from the start of a run.
 
     ``lanes`` is a power of two. ``piece`` is the number of rows that the permutation of an epoch moves together, 0 for
     whole chunks; ``window`` is the number of consecutive pieces of a lane whose samples are mixed. Without ``shuffle``
@@ -108,7 +108,7 @@ def lane_turns(lanes: int) -> IntArray:
 
 
 def lane_offsets(positions: IntArray, turns: IntArray) -> IntArray:
-    """How many samples each lane has contributed before a position: (..., lanes) int64 for positions (...)."""
+    """Samples that each lane has contributed before a position: (..., lanes) int64 for positions (...)."""
     lanes = len(turns)
     offsets: IntArray = (positions[..., None] - turns + (lanes - 1)) // lanes
     return offsets
@@ -137,12 +137,12 @@ class EpochPlan:
 
     @property
     def repeats_chunks(self) -> bool:
-        """Whether several pieces may be of one chunk."""
+        """True if several pieces may be of one chunk."""
         return self.order.piece > 0 or (self.selection is not None and self.selection.is_weighted)
 
     @cached_property
     def parts(self) -> Parts | None:
-        """What the selection has of the chunks in this epoch; None: all of each."""
+        """Parts of the chunks that are selected in this epoch; None: all of each."""
         return None if self.selection is None else self.selection.parts(self.order.seed, self.epoch)
 
     @cached_property
@@ -222,13 +222,13 @@ class EpochPlan:
 
 
 def count_steps(num_samples: int, consumed: int, global_batch_size: int, last_batch: str) -> int:
-    """How many global batches of an epoch are left after ``consumed`` positions."""
+    """Count the global batches of an epoch that are left after ``consumed`` positions."""
     left = num_samples - consumed
     return left // global_batch_size if last_batch == "drop" else -(-left // global_batch_size)
 
 
 def require_steps(num_samples: int, global_batch_size: int, last_batch: str, *, world_size: int) -> int:
-    """How many global batches a whole epoch has.
+    """Count the global batches of a whole epoch.
 
     Raises:
         PartitionError: none, because the only one is dropped; says what to use instead.
@@ -250,7 +250,7 @@ def batch_bounds(first: int, steps: int, global_batch_size: int, num_samples: in
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """What one rank takes in some steps: offsets ``start`` to ``stop`` of ``lane`` go to rows from ``slot`` on.
+    """Segments that one rank takes in some steps: offsets ``start`` to ``stop`` of ``lane`` go to rows from ``slot``.
 
     All arrays are (segments,) int64, sorted by (step, lane); ``step`` counts from 0, ``slot`` within the rank's batch.
     """

@@ -1,4 +1,4 @@
-"""Which samples may take a bad sample's place: a function of (seed, epoch, sample id) alone, so alike on every rank."""
+"""Choose samples to replace a bad one: a function of (seed, epoch, sample id) alone, so the same on every rank."""
 
 from __future__ import annotations
 

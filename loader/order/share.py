@@ -1,4 +1,4 @@
-"""Which part of every global batch is a rank's."""
+"""Share of a rank in every global batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:
-    """Where global batches of the given sizes (steps,) are cut: (steps, world_size + 1) int64, from 0 to each size.
+    """Cut global batches of the given sizes (steps,) into shares: (steps, world_size + 1) int64, from 0 to each size.
 
     Shares are equal to within one sample, or proportional to ``weights`` (one positive number per rank), also to within
     one sample.
@@ -44,7 +44,7 @@ def check_weights(weights: Sequence[float], world_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which part of every global batch is this rank's. ``weights``: one positive number per rank; None for equal parts.
+    """Share of this rank in every global batch. ``weights``: one positive number per rank; None for equal parts.
 
     With ``pad``, a rank gets no more samples of the last, smaller batch than of a full one, and without any it borrows
     one, to have a row to repeat. With or without ``pad``, a rank without a sample of any step of a span borrows one, to

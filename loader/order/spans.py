@@ -106,7 +106,7 @@ class Span:
         return int(self.row_starts[-1])
 
     def cut(self, step: int, steps: int = 1) -> Span:
-        """One step of it, or several."""
+        """Cut out one step, or several."""
         stop = step + steps
         return Span(
             self.epoch,
@@ -127,7 +127,7 @@ class Span:
         return self.segments if count == 1 else pick_segments(self.segments, self.segments.lane % count == part, count)
 
     def of_rows(self, of_parts: IntArray) -> IntArray:
-        """(rows,) int64: of each row what ``of_parts`` (parts,) says of its part."""
+        """(rows,) int64: for each row, its part's value in ``of_parts`` (parts,)."""
         if len(of_parts) == 1:
             return np.broadcast_to(of_parts, (self.num_rows,))
         found: IntArray = np.repeat(
@@ -136,7 +136,7 @@ class Span:
         return found
 
     def apart(self) -> list[Span]:
-        """Its steps one by one; but one without rows, which borrows its fields, comes with one that has some."""
+        """Split it into steps; one without rows, which borrows its fields, stays joined to one that has some."""
         has_rows = np.diff(self.row_starts) > 0
         starts = np.flatnonzero(has_rows).tolist()
         starts[:1] = [0]
@@ -163,7 +163,7 @@ def pick_segments(segments: Segments, chosen: np.ndarray[tuple[int, ...], np.dty
 class ChunkRows:
     """Rows of one chunk and where they go: ``rows`` and ``targets`` are (n,) int64, targets in the span's rows.
 
-    ``stands_for``: (n,) the ids of the samples that these take the place of, where that is so.
+    ``stands_for``: (n,) the ids of the samples that these replace, if they do.
     """
 
     chunk: int
@@ -208,7 +208,7 @@ class EpochSpans:
         return cut_share(self.plan.epoch, bounds, offsets, self.cuts(bounds), self.share)
 
     def cuts(self, bounds: IntArray) -> IntArray:
-        """Where global batches with these bounds are cut into shares: (steps, world_size + 1) int64."""
+        """Cut global batches with these bounds into shares: (steps, world_size + 1) int64."""
         if self._cuts is None:
             return self.share.cuts(np.diff(bounds))
         return self._cuts.of(bounds, self.share.world_size, self.share.weights)
@@ -250,7 +250,7 @@ class EpochSpans:
         return EnteredWindow(window, chunks, first * self.plan.order.lanes + self.plan.turns[window.lane])
 
     def expand(self, span: Span) -> list[ChunkRows]:
-        """Which rows of which chunks the span is made of, grouped by chunk, in order of first use."""
+        """List the rows of chunks that the span is made of, grouped by chunk, in order of first use."""
         segments = span.segments
         lengths = segments.stop - segments.start
         if not len(lengths):
@@ -261,7 +261,7 @@ class EpochSpans:
         before = ends - lengths
         places = np.arange(int(ends[-1]), dtype=np.int64)
         targets = np.repeat((span.row_starts[segments.step] + segments.slot)[by_lane] - before, lengths) + places
-        # A lane's offsets mostly go on from step to step: then they are a few runs, and no array.
+        # A lane's offsets mostly continue from step to step: then they are a few runs, and no array.
         begins = np.append(True, (lanes[1:] != lanes[:-1]) | (starts[1:] != (starts + lengths)[:-1]))
         firsts = np.flatnonzero(begins)
         lows, highs = before[firsts], np.append(before[firsts[1:]], ends[-1])
@@ -302,11 +302,11 @@ class EpochSpans:
                 del self._windows[lane]
 
     def next_uses(self, position: int) -> dict[int, int]:
-        """At which position, from this one on, each chunk of the open windows is used next."""
+        """The position, from this one on, at which each chunk of the open windows is used next."""
         return self.next_uses_from(lane_offsets(np.array(position, np.int64), self.plan.turns))
 
     def next_uses_from(self, offsets: IntArray) -> dict[int, int]:
-        """At which position each chunk of the open windows is used next, where lanes are at ``offsets``, (lanes,)."""
+        """The position at which each chunk of the open windows is used next; lanes are at ``offsets``, (lanes,)."""
         uses: dict[int, int] = {}
         for lane, windows in self._windows.items():
             for window in (opened.window for opened in windows):
@@ -336,10 +336,10 @@ def cut_share(
 
 
 class Course(Protocol):
-    """Which positions of which epochs of sources the steps of a run take, from where it stands on."""
+    """Course of a run: the positions of sources' epochs that its next steps take."""
 
     def take(self, spans_of: Callable[[int, int], EpochSpans], most: int) -> Taken:
-        """The next steps of the epoch, at most so many; none at its end, behind which the next epoch begins.
+        """Take at most ``most`` steps of the epoch; none at its end, after which the next epoch begins.
 
         ``spans_of`` gives an epoch of a source.
         """
@@ -361,7 +361,7 @@ class SpanPlanner:
         return self._open[source, epoch]
 
     def plan_next(self, most: int) -> Span:
-        """Plan the next steps of the epoch, at most so many, whose windows the caller opens before expanding them.
+        """Plan at most ``most`` steps of the epoch, whose windows the caller opens before expanding them.
 
         A span of no steps is an epoch's end.
         """
@@ -397,7 +397,7 @@ class SpanPlanner:
         return EnteredWindow(entered.window, entered.chunks + self._sources[part.source].first_chunk, uses)
 
     def expand(self, span: Span) -> list[ChunkRows]:
-        """Which rows of which chunks the span is made of, grouped by joint chunk, in order of first use."""
+        """List the rows of chunks that the span is made of, grouped by joint chunk, in order of first use."""
         if len(self._sources) == len(span.parts) == 1:
             return self._spans_of(0, span.parts[0].epoch).expand(span)
         found: dict[int, list[ChunkRows]] = {}
@@ -423,7 +423,7 @@ class SpanPlanner:
         return done
 
     def next_uses(self, span: Span) -> dict[int, int]:
-        """About when, after a span, each chunk of the open windows is used next, in positions of the run's epoch."""
+        """The position of the run's epoch, about, at which each chunk of the open windows is next used after a span."""
         assert span.taken is not None
         after = {(part.source, part.epoch): int(part.bounds[-1]) for part in span.parts}
         begin, end = span.taken.of_sources

@@ -1,4 +1,4 @@
-"""A window of a lane: which of its chunks' rows come in which order."""
+"""A window of a lane: its chunks' rows and their order."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LaneWindow:
         return pieces, rows if self.selected is None else self.selected[rows]
 
     def _pieces_at(self, where: IntArray) -> IntArray:
-        """Which piece each place is in. Among few, a comparison with each takes less than a search."""
+        """Find the piece that each place is in. Among few, a comparison with each takes less than a search."""
         if len(self.chunks) > _FEW_PIECES:
             return np.searchsorted(self.bounds, where, side="right") - 1
         pieces = np.zeros(len(where), np.int64)

@@ -1,4 +1,4 @@
-"""Best-fit decreasing: which sequence each piece goes to, so that few tokens are padding and no piece is cut.
+"""Best-fit decreasing: assign pieces to sequences so that few tokens are padding and no piece is cut.
 
 The algorithm of Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830), section 3: pieces
 from the longest to the shortest, each into the open sequence with the least room that is enough. Their segment tree

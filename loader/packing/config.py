@@ -1,4 +1,4 @@
-"""What users say about packing."""
+"""Settings of packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of which document lies where in which sequence."""
+"""Layout of sequences: the part of each document that lies in each sequence, and its place there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Layout:
 
 
 def lay_out(lengths: IntArray, seq_len: int, method: PackingMethod, long_documents: LongDocuments) -> Layout:
-    """Where each document goes, by their lengths (n,) alone; the same on any rank."""
+    """Lay out documents by their lengths (n,) alone; the same on any rank."""
     if method == "concat":
         # A run is cut where sequences end and nowhere else, however long documents are.
         pieces = cut_run(cut_long(lengths, seq_len, None if long_documents == "split" else long_documents), seq_len)

@@ -1,4 +1,4 @@
-"""From documents to sequences: what is packed stays small until its rows are wanted, whose arrays are then made."""
+"""Pack documents into sequences, kept compact until their rows are wanted: their arrays are made only then."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AT_ONCE = 32  # sequences that are filled together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingCounts:
-    """What went into sequences and what did not; tokens include the ``eos`` that packing added."""
+    """Counts of documents and tokens, packed or not; tokens include the ``eos`` that packing added."""
 
     sequences: int = 0
     tokens: int = 0
@@ -34,7 +34,7 @@ class PackingCounts:
 
 
 class _Views(NamedTuple):
-    """What ``fill`` reads of one ``Packed``, as memory that gives slices and integers faster than arrays do."""
+    """Views of one ``Packed`` for ``fill``: memory that gives slices and integers faster than arrays do."""
 
     bounds: memoryview
     segments: memoryview

@@ -16,7 +16,7 @@ from .packed import Packed, pack_documents
 from .tokenizer import TextEncoder, open_tokenizer
 from .values import FieldValues, read_mask, read_texts, read_tokens, refuse_long
 
-# About so many sequences are made of a unit: with more, less is padding, but more is held in memory and worked on
+# About this many sequences are made of a unit: with more, less is padding, but more is held in memory and worked on
 # before the first batch.
 _UNIT_SEQUENCES, _TOKEN_BYTES = 512, 4
 _MOST_UNIT_BYTES = 64 << 20
@@ -52,12 +52,12 @@ class Packer:
 
     @property
     def sequence_bytes(self) -> int:
-        """What a sequence takes in a batch, at least."""
+        """Least number of bytes that a sequence takes in a batch."""
         widths = [np.dtype(FIELDS[name]).itemsize for name in self.packing.batch_fields if name in FIELDS]
         return self.packing.seq_len * max(1, sum(widths))
 
     def choose_unit(self, row_bytes: int) -> int:
-        """How many samples of about ``row_bytes`` each are packed together."""
+        """Choose how many samples of about ``row_bytes`` each are packed together."""
         if self.packing.buffer_size != "auto":
             return self.packing.buffer_size
         wanted = min(_MOST_UNIT_BYTES, _UNIT_SEQUENCES * self.packing.seq_len * _TOKEN_BYTES)

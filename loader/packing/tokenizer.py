@@ -1,4 +1,4 @@
-"""Texts to token ids: Hugging Face ``tokenizers``, or a function of the user's; and what a name of either means."""
+"""Encode texts as token ids: with Hugging Face ``tokenizers`` or a user's function, which may be given by name."""
 
 from __future__ import annotations
 

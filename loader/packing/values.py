@@ -33,7 +33,7 @@ def read_tokens(values: FieldValues, field: str) -> Ragged:
 
 
 def read_mask(values: FieldValues, field: str, tokens: Ragged, token_field: str) -> AnyArray:
-    """Whether each token counts in the loss, (T,) bool, for documents of ``tokens``.
+    """Read the mask of tokens that count in the loss, (T,) bool, for documents of ``tokens``.
 
     Raises:
         RowError: a mask is missing, has another length than its tokens, or holds something else than 0 and 1.

@@ -1,1 +1,1 @@
-"""The ranks that share out the data: which one this is, what all are told, and what each reads of a cut model."""
+"""Ranks that share out the data: this process's rank, messages between ranks, and each one's part of a cut model."""

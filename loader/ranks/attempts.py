@@ -1,4 +1,4 @@
-"""An attempt to make a loader that ranks share: numbered, so that all know its names, and told of if it fails."""
+"""Attempts to make a loader that ranks share: numbered, so that all know its names; failures are posted to all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, ParamSpec
 
 from .detect import is_torch_worker
-from .naming import Attempt, group_store, last_told
+from .naming import Attempt, group_store, last_posted
 
 P = ParamSpec("P")
 
@@ -17,12 +17,12 @@ def begin_attempt(source: object, world_size: int | None, **taken: object) -> At
     """Number a loader that is about to be made; None where its rank has data of its own."""
     if world_size == 1 or is_torch_worker():
         return None
-    last_told.pop(os.getpid(), None)
+    last_posted.pop(os.getpid(), None)
     return Attempt.begin(group_store(), source, taken)
 
 
 def tell_of_failure(init: Callable[P, None]) -> Callable[P, None]:
-    """Tell all ranks where a loader that they are to share cannot be made on this one; see ``PeerWatch.tell``."""
+    """Tell all ranks if a loader that they share cannot be made on this one; see ``PeerWatch.tell``."""
 
     @wraps(init)
     def telling(*args: P.args, **kwargs: P.kwargs) -> None:

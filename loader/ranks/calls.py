@@ -1,7 +1,7 @@
-"""What all ranks must tell their loaders alike: each such call is compared with the other ranks'.
+"""Compare the calls that every rank must make to its loader with those of the other ranks.
 
 The n-th call of a loader on one rank is to be the n-th on the others, with the same values after the same batch. The
-thread that looks for other ranks' errors puts it into the process group's store, or compares it with what lies there.
+thread that watches for other ranks' errors puts it into the process group's store, or compares it with the one there.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Calls:
 
     @property
     def lacks_one(self) -> bool:
-        """Whether another rank has made a call that this one has not, or not yet."""
+        """True if another rank has made a call that this one has not, or not yet."""
         return self._expected is not None
 
     def check(self, upcoming: tuple[int, int], passes: int) -> None:
-        """Look whether a call that this rank lacks is overdue: a batch was taken that it should have come before.
+        """Check that no call is overdue: one that this rank lacks, though it has taken a batch that comes after it.
 
         Raises:
             ConfigError: it is; names both ranks.

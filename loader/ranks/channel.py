@@ -1,6 +1,6 @@
-"""How ranks tell each other what their lanes yield: a log of messages that only grows, in the process group's store.
+"""Channel by which ranks share what their lanes yield: an append-only log of messages in the process group's store.
 
-There are no collectives, and no rank waits in here: whoever needs a message looks again later.
+There are no collectives, and no rank waits in here: callers poll for messages.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def wait_for_ranks(
     is_stopped: Callable[[], bool],
     what: str = "other ranks",
 ) -> None:
-    """Wait until what other ranks have told, which ``look`` takes in, is enough. It may say that this came nearer.
+    """Poll other ranks' messages with ``look`` until they are enough; a true result means that they came nearer.
 
-    A warning says for ``what`` once that takes long: a rank may be late for a good reason, or never have come.
+    Warns once, naming ``what``, if that takes long: a rank may be late for a good reason, or never have come.
 
     Raises:
         LoaderClosedError: the pipeline is stopped.

@@ -1,4 +1,4 @@
-"""Which rank this process is: the given one, else torch.distributed's, else torchrun's, else 0 of 1; never a guess.
+"""Detect this process's rank: the given one, else torch.distributed's, else torchrun's, else 0 of 1; never a guess.
 
 The ranks of a loader are those that share out the data. Where a model is cut too, by tensor, pipeline or context, the
 processes that hold parts of one replica need the same samples: they have the same rank here.
@@ -84,7 +84,7 @@ def find_place_in_mesh(
     usual: Sequence[str],
     named: str | None = None,
 ) -> tuple[int, int]:
-    """Where this process is along one dimension of a mesh along which samples are the same, and how many places it has.
+    """Find this process's coordinate in a mesh dimension along which samples are the same, and that dimension's size.
 
     It is the dimension ``named``, else the one that has one of the ``usual`` names. ``argument`` is what needs it.
 
@@ -170,12 +170,12 @@ def check_rank(rank: int, world_size: int, *, is_given: bool) -> None:
 
 
 def local_world_size() -> int:
-    """How many ranks share this machine, according to torchrun; 1 without it."""
+    """Number of ranks that share this machine, according to torchrun; 1 without it."""
     return max(1, _from_environment("LOCAL_WORLD_SIZE", 1))
 
 
 def is_torch_worker() -> bool:
-    """Whether this is a worker process of a torch DataLoader."""
+    """Return whether this is a worker process of a torch DataLoader."""
     return torch.utils.data.get_worker_info() is not None
 
 

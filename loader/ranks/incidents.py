@@ -1,7 +1,7 @@
-"""Incidents: what ranks tell each other of loaders that failed, as a log in the key-value store of their process group.
+"""Incidents: failures of loaders that ranks post to each other, as a log in the store of their process group.
 
-Each has a number, which the first rank to tell it takes. A rank keeps what it has heard until the loader that it is
-about raises it, or is closed.
+Each has a number, which the first rank that posts it takes. A rank keeps the incidents that it has read until the
+loader that they concern raises them, or is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import RankStoppedError
 
 NAMESPACE = "penstock/stop"
 AGAIN_S = 0.02
-TOLD_WITHIN_S = 2.0  # how long an error is held back until the others have seen it
+KNOWN_WITHIN_S = 2.0  # how long an error is held back until the others have seen it
 _PROCESS = uuid.uuid4().hex
 
 
@@ -36,7 +36,7 @@ class Pending:
 
 @dataclass(slots=True)
 class Heard:
-    """What this process has heard of a group. Mutable, under the lock of the group's watch.
+    """Incidents of a group that this process has seen. Mutable, under the lock of the group's watch.
 
     ``number``: of the newest incident that was looked at; ``made``: the names of the loaders that this rank has made,
     or failed to make.
@@ -49,9 +49,9 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """What one rank tells the others: an error, the names of the loader that it stops, and which process tells it.
+    """Incident that one rank posts: an error, the names of the loader that it stops, and the process that posts it.
 
-    ``teller`` is empty where that one, too, raises it only when it is read.
+    ``teller`` is empty if the posting process, too, raises it only when it reads it.
     """
 
     error: RemoteError
@@ -64,12 +64,12 @@ class Incident:
 
     @staticmethod
     def read(text: bytes | str) -> Incident:
-        told = json.loads(text)
-        names, teller = tuple(told.pop("loader", ())), told.pop("teller", "")
-        return Incident(RemoteError(**told), names, teller)
+        entry = json.loads(text)
+        names, teller = tuple(entry.pop("loader", ())), entry.pop("teller", "")
+        return Incident(RemoteError(**entry), names, teller)
 
     def post(self, store: Any, number: int) -> Incident:
-        """Tell it under a number, unless something was told under that before; returns what is told there."""
+        """Post it under a number, unless that is taken; returns the incident that is there."""
         text = json.dumps({**asdict(self.error), "loader": self.names, "teller": self.teller})
         there = bytes(store.compare_set(f"{NAMESPACE}/{number}/cause", "", text))
         return self if there == text.encode() else Incident.read(there)
@@ -86,6 +86,6 @@ def this_process() -> str:
 
 
 def wait_until_known(store: Any, number: int, others: int) -> None:
-    until = time.monotonic() + TOLD_WITHIN_S
+    until = time.monotonic() + KNOWN_WITHIN_S
     while int(store.add(f"{NAMESPACE}/{number}/known", 0)) < others and time.monotonic() < until:
         time.sleep(AGAIN_S)

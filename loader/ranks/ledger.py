@@ -1,4 +1,4 @@
-"""What every rank knows of an epoch's lanes: their outputs so far, their ends, and where work on them can begin again.
+"""Ledger of an epoch's lanes that all ranks share: outputs so far, ends, and offsets at which work can begin again.
 
 All entries are facts about (order, epoch): they hold whichever rank found them, and however often passes begin anew.
 """
@@ -61,7 +61,7 @@ class EpochLedger:
         self.known: IntArray = np.zeros(lanes, np.int64)
         self.totals: IntArray = np.full(lanes, -1, np.int64)
         self.tail: Tail | None = None
-        self.raised: Exception | None = None  # what all ranks have been told
+        self.raised: Exception | None = None  # what was posted to all ranks
 
     # -- facts of this rank ---------------------------------------------------------------------------------------
 
@@ -104,13 +104,13 @@ class EpochLedger:
             self._channel.post(self._topic, b"F" + zlib.compress(kinds[keep].astype("<i8").tobytes(), 1))
 
     def fail(self, lane: int, outputs: int, error: Exception) -> None:
-        """Note that a lane cannot go on beyond its outputs so far, and tell the other ranks why."""
+        """Note that a lane cannot continue beyond its outputs so far, and tell the other ranks why."""
         with self._lock:
             self._errors[lane] = outputs, error
         self.post_error([lane], error)
 
     def post_error(self, lanes: Sequence[int], error: Exception) -> None:
-        """Tell the other ranks that lanes do not go on beyond what is known of them here, and why."""
+        """Tell the other ranks that lanes do not continue beyond what is known of them here, and why."""
         self.post()  # what is known first
         if self._is_shared:
             known = self.known.tolist()
@@ -120,21 +120,21 @@ class EpochLedger:
     # -- facts of all ranks ---------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take in what other ranks have told since."""
+        """Read what other ranks have posted since."""
         if not self._is_shared:
             return
         messages = self._channel.read(self._topic, self._read)
-        left = [] if messages else [RemoteError(**json.loads(told)) for told in self._channel.read(_LEFT, 0)]
+        left = [] if messages else [RemoteError(**json.loads(text)) for text in self._channel.read(_LEFT, 0)]
         if left:
-            messages = self._channel.read(self._topic, self._read)  # what they told before they left
+            messages = self._channel.read(self._topic, self._read)  # what they posted before they left
         self._read += len(messages)
         with self._lock:
             for message in messages:
                 if message[:1] == b"E":
-                    told = json.loads(message[1:])
-                    error = RemoteError(**told["error"])
+                    entry = json.loads(message[1:])
+                    error = RemoteError(**entry["error"])
                     if error.rank != self._rank:
-                        self._errors = {lane: (outputs, error) for lane, outputs in told["lanes"]} | self._errors
+                        self._errors = {lane: (outputs, error) for lane, outputs in entry["lanes"]} | self._errors
                     continue
                 for lane, offset, outputs, kind in np.frombuffer(zlib.decompress(message[1:]), "<i8").reshape(-1, 4):
                     self._take_in(int(lane), int(offset), int(outputs), int(kind))
@@ -157,7 +157,7 @@ class EpochLedger:
         self.totals[lane] = self.known[lane] = outputs
 
     def _anchor(self, lane: int, offset: int, outputs: int) -> bool:
-        """Insert an anchor; whether it is new. Holds the lock."""
+        """Insert an anchor; returns whether it is new. Holds the lock."""
         offsets, counts = self._offsets[lane], self._outputs[lane]
         place = bisect_left(offsets, offset)
         if place < len(offsets) and offsets[place] == offset:
@@ -170,7 +170,7 @@ class EpochLedger:
 
     @property
     def blocked(self) -> tuple[int, Exception | RemoteError] | None:
-        """The first position that a lane cannot fill since something failed, and what; None as far as is known."""
+        """The first position that a lane cannot fill because something failed, and the error; None if none is known."""
         with self._lock:
             stuck = {
                 outputs * len(self.turns) + int(self.turns[lane]): error
@@ -190,7 +190,7 @@ class EpochLedger:
 
     @property
     def fillable(self) -> int:
-        """Up to which position, exclusive, every lane is known to have the output that rule 4 asks of it."""
+        """The first position for which some lane is not known to have the output that rule 4 asks of it."""
         return fillable(self.known, self.turns)
 
     @property
@@ -203,7 +203,7 @@ class EpochLedger:
         return bool((self.totals >= 0).all())
 
     def estimate(self, sizes: IntArray) -> float | None:
-        """How many outputs the epoch has, about; lanes have ``sizes`` (lanes,) inputs. None while nothing tells."""
+        """Estimate the outputs of the epoch; lanes have ``sizes`` (lanes,) inputs. None while nothing is known."""
         with self._lock:
             last = [(offsets[-1], counts[-1]) for offsets, counts in zip(self._offsets, self._outputs, strict=True)]
         inputs, outputs = np.array(last, np.int64).T
@@ -217,7 +217,7 @@ class EpochLedger:
         return sorted(set(self._keepers[short].tolist()))
 
     def keeps(self, lane: int) -> bool:
-        """Whether this rank answers for a lane's end."""
+        """Return whether this rank answers for a lane's end."""
         return bool(self._keepers[lane] == self._rank)
 
     def taken_at(self, position: int) -> IntArray:
@@ -235,14 +235,14 @@ class EpochLedger:
     def anchor_before(self, lane: int, outputs: int) -> tuple[int, int]:
         """The last anchor of a lane, as (input, outputs before it), with fewer outputs than this; else the first one.
 
-        Fewer, so that whoever begins there meets the last output before, and knows which inputs were dropped since.
+        Fewer, so that work that begins there meets the last output before, and knows which inputs were dropped since.
         """
         with self._lock:
             place = max(0, bisect_left(self._outputs[lane], outputs) - 1)
             return self._offsets[lane][place], self._outputs[lane][place]
 
     def base(self, lane: int) -> int:
-        """The number of the first output of a lane that can be found: of no input before it anything is known."""
+        """The number of the first output of a lane that can be located: nothing is known of inputs before it."""
         with self._lock:
             return self._outputs[lane][0]
 
@@ -256,7 +256,7 @@ class EpochLedger:
 
 
 class PlainLedger(EpochLedger):
-    """Each input is an output; so all are known, and nothing is told to other ranks."""
+    """Ledger of lanes whose inputs are all outputs: everything is known, and nothing is posted to other ranks."""
 
     def __init__(self, num_samples: int, *, lanes: int, rank: int, world_size: int) -> None:
         super().__init__(MemoryChannel(), "", lanes=lanes, rank=rank, world_size=1)
@@ -310,7 +310,7 @@ class Ledgers:
             return self._ledgers.get((order, epoch))
 
     def close(self) -> None:
-        """Tell the other ranks that they wait for this one in vain; does not wait long for a store that is gone."""
+        """Tell the other ranks to stop waiting for this one; does not wait long for a store that is gone."""
         channel = self._channel
         if channel is None or self._world_size == 1:
             return
@@ -343,9 +343,9 @@ def order_key(order: Order) -> str:
 
 
 def _in_transit(error: BaseException, rank: int) -> RemoteError:
-    told = RemoteError.of(error, rank)
+    posted = RemoteError.of(error, rank)
     notes = "; ".join(getattr(error, "__notes__", []))
-    return replace(told, message=f"{told.message} [{notes}]") if notes else told
+    return replace(posted, message=f"{posted.message} [{notes}]") if notes else posted
 
 
 def _not_repeatable(lane: int) -> ConfigError:

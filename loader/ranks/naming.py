@@ -1,4 +1,4 @@
-"""Names of loaders that all ranks agree on without asking: they tell which loader of another rank is this one, too.
+"""Names of loaders that all ranks derive alike, without messages: one name is the same loader on every rank.
 
 A loader that was made is named by its data set and by what it takes of that, and by its number among those that were
 begun with the same source: so ranks may make several loaders in any order, and one may try again. A loader that could
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Counts:
-    """What this process has made of a group's loaders: how many of each source, and of each name."""
+    """Counts of a group's loaders that this process has made, by source and by name."""
 
     begun: Counter[str] = field(default_factory=Counter)
     named: Counter[str] = field(default_factory=Counter)
 
 
 _counts: weakref.WeakKeyDictionary[Any, _Counts] = weakref.WeakKeyDictionary()  # by store: its ranks count alike
-last_told: dict[int, Incident] = {}  # by process: what it has told, until a loader of it goes on
+last_posted: dict[int, Incident] = {}  # by process: what it has posted, until one of its loaders continues
 _before = _Counts()  # of loaders that are made before there is a group
 
 
@@ -47,7 +47,7 @@ class Attempt:
 
     @staticmethod
     def begin(group: Any, source: Any, taken: Mapping[str, object]) -> Attempt:
-        """The next one of a process group, of which all arguments are those of the loader; None is no group."""
+        """Begin the next one of a process group, or of none, by its loader's arguments."""
         counts = _of(group)
         digest = _digest([_describe(source), *(f"{name}={value!r}" for name, value in sorted(taken.items()))])
         counts.begun[digest] += 1

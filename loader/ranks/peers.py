@@ -1,14 +1,14 @@
-"""An error that ends the loader on one rank is told to all, through the key-value store of their process group.
+"""Errors that end the loader on one rank are posted to all, through the key-value store of their process group.
 
-So is one that kept a loader from being made, and calls that ranks make differently (``calls.py``). There are no
-collectives, so a rank that is late, blocked or gone delays nobody. A thread of each process looks at the store twice a
+So are those that kept a loader from being made, and calls that ranks make differently (``calls.py``). There are no
+collectives, so a rank that is late, blocked or gone delays nobody. A thread of each process polls the store twice a
 second. A rank that waits for a batch is woken; one that trains gets the error with its next batch; one
 that is blocked in a collective cannot be woken by us, but its log names the first cause.
 
-What is told is a log of incidents (``incidents.py``). An incident belongs to a loader (``naming.py``): it stops
+The store holds a log of incidents (``incidents.py``). An incident belongs to a loader (``naming.py``): it stops
 that loader on the other ranks, perhaps before they have made it, and none that they make or have beside it. A rank that
 has closed that loader only logs it. The silence of a rank stops every loader, and so does the end of its process, if it
-has not gone on with any loader since its last incident.
+has not continued with any loader since its last incident.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ...storage.store_link import SILENT_S, START_KEY, clone_store, is_cut_off, 
 from ...storage.threads.interruptible import Condition, Thread
 from ..dataset.exchange import RemoteError
 from ..errors import RankStoppedError
-from .incidents import AGAIN_S, NAMESPACE, TOLD_WITHIN_S, Heard, Incident, Pending, this_process, wait_until_known
-from .naming import group_store, last_told
+from .incidents import AGAIN_S, KNOWN_WITHIN_S, NAMESPACE, Heard, Incident, Pending, this_process, wait_until_known
+from .naming import group_store, last_posted
 from .signs import Signs
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def join_peers(key: object, names: Sequence[str], interrupt: Interrupt, calls: C
     """Watch for errors of other ranks until ``leave(key)``; None outside a process group of two or more ranks.
 
     ``names`` are those of the loader, the surest one first. ``interrupt`` is called, perhaps more than once, with an
-    error that whoever waits for a batch is to raise, and with None once it was raised. ``calls`` are compared with
+    error for the thread that waits for a batch to raise, and with None once it was raised. ``calls`` are compared with
     those of the other ranks.
     """
     store = group_store()
@@ -70,15 +70,15 @@ def join_peers(key: object, names: Sequence[str], interrupt: Interrupt, calls: C
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """A process that ends well without closing its loaders is not missed by the others; one that failed is."""
+    """End the watch: a process that ends well is not missed, and one that failed posts its error for all loaders."""
     watch = _watches.get(os.getpid())
     if watch is not None:
         watch.end()
-    told, group = last_told.get(os.getpid()), group_store()
-    if told is not None and group is not None:
+    posted, group = last_posted.get(os.getpid()), group_store()
+    if posted is not None and group is not None:
         with suppress(RuntimeError):  # the store is gone, and nobody is left to tell
             store, number = _clone(group), _heard.setdefault(group, Heard()).number
-            own = replace(told, names=())
+            own = replace(posted, names=())
             while own.post(store, number := number + 1) is not own:
                 pass
 
@@ -89,21 +89,21 @@ def agreed_start() -> str | None:
     torchrun's count of restarts is no such name: each node counts those that it asked for by itself.
     """
     store = group_store()
-    with suppress(RuntimeError):  # the store is gone; so is the group, as the first use of it will tell
+    with suppress(RuntimeError):  # the store is gone; so is the group, as its first use will show
         if store is not None and (store := _clone(store)).check([START_KEY]):
             return str(store.get(START_KEY).decode())
     return None
 
 
 def note_made(names: Iterable[str]) -> None:
-    """Note that a loader of these names is no longer being made here; what others tell of it concerns this process."""
+    """Note that a loader of these names is no longer being made here; incidents that name it concern this process."""
     if (group := group_store()) is not None:
         with _lock:
             _heard.setdefault(group, Heard()).made.update(names)
 
 
 def tell_at_once(error: Exception, names: tuple[str, ...]) -> None:
-    """Tell of an error without a watch. Where all ranks fail alike, each raises its own, and nobody waits."""
+    """Post an error without a watch. If all ranks fail alike, each raises its own, and none waits."""
     group = group_store()
     if group is None:
         return
@@ -118,13 +118,13 @@ def tell_at_once(error: Exception, names: tuple[str, ...]) -> None:
                 if first.error.message not in str(error):
                     error.add_note(f"before that, {first.to_exception()}")
                 return
-        last_told[os.getpid()] = own
+        last_posted[os.getpid()] = own
         wait_until_known(store, number, world_size - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A loader that hears of errors on other ranks."""
+    """A loader that raises errors of other ranks."""
 
     names: tuple[str, ...]
     interrupt: Interrupt
@@ -132,10 +132,10 @@ class _Member:
 
 
 class PeerWatch:
-    """What this process knows of errors on other ranks. Owns one thread, from its first member to its last.
+    """Watch for errors on other ranks. Owns one thread, from its first member to its last.
 
     Mutable state, under a lock: the members; what was ``heard``, with the errors of other ranks that were not raised
-    here yet; the error of this rank that is to be told.
+    here yet; the error of this rank that is to be posted.
     """
 
     def __init__(self, store: Any, heard: Heard) -> None:
@@ -152,7 +152,7 @@ class PeerWatch:
         self._thread: Thread | None = None
 
     def is_of(self, store: Any) -> bool:
-        """Whether it is of the group with this store."""
+        """Return whether it watches the group with this store."""
         return self._group() is store
 
     def join(self, key: object, member: _Member) -> bool:
@@ -164,7 +164,7 @@ class PeerWatch:
                 self._thread = Thread(target=self._watch, name="penstock-peers")
                 self._thread.start()
             self._heard.made.update(member.names)
-            self._members[id(key)] = member  # now only: who is interrupted before this cannot leave
+            self._members[id(key)] = member  # only now: a member that is interrupted earlier cannot leave
             return True
 
     def leave(self, key: object) -> None:
@@ -185,7 +185,7 @@ class PeerWatch:
             thread, self._is_over = self._thread, True
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(TOLD_WITHIN_S)
+            thread.join(KNOWN_WITHIN_S)
 
     @property
     def pending(self) -> RankStoppedError | None:
@@ -198,8 +198,8 @@ class PeerWatch:
         """Raise the error of another rank's loader, once. Called before each batch: cheap where there is none."""
         if self._heard.pending and (error := self._take(key)) is not None:
             raise error
-        if last_told:
-            last_told.pop(os.getpid(), None)
+        if last_posted:
+            last_posted.pop(os.getpid(), None)
 
     def _take(self, key: object) -> RankStoppedError | None:
         with self._changed:
@@ -211,11 +211,11 @@ class PeerWatch:
             return found[0].error
 
     def tell(self, key: object, error: BaseException) -> None:
-        """Tell all ranks of an error of this one, and hold it back until they know it, for two seconds at most.
+        """Post an error of this rank, and hold it back until all know it, for two seconds at most.
 
         Where another rank failed before, the error gets a note that names that one as the first cause.
         """
-        until = time.monotonic() + TOLD_WITHIN_S
+        until = time.monotonic() + KNOWN_WITHIN_S
         with self._changed:
             member = self._members.get(id(key))
             if isinstance(error, RankStoppedError) or self._is_over or member is None:
@@ -229,7 +229,7 @@ class PeerWatch:
             self._own = None
 
     def _forget(self, raised: Pending) -> None:
-        """It was raised here, or is known."""
+        """Forget an error that was raised here, or is known."""
         self._heard.pending.remove(raised)
         for member in self._members.values():
             if raised.concerns(member.names):
@@ -251,14 +251,14 @@ class PeerWatch:
         except RuntimeError as exc:
             if is_cut_off(exc):
                 self._lose_store(exc)
-            # Else it is gone, and with it the process group: nobody is left to tell or to hear of.
+            # Else it is gone, and with it the process group: no rank is left.
         finally:
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
 
     def _wait(self) -> bool:
-        """Wait until it is time to look, or there is something to tell; False once nobody is a member."""
+        """Wait for the next poll, or an error to post; returns False once there are no members."""
         with self._changed:
             if not self._is_over:
                 self._changed.wait(self._look_s if self._own is None else AGAIN_S)
@@ -281,7 +281,7 @@ class PeerWatch:
                         break
 
     def _hear(self, store: Any, incident: Incident) -> None:
-        """Take in the next incident: keep it for its loader, unless that is closed here."""
+        """Read the next incident: keep it for its loader, unless that is closed here."""
         number, error = self._heard.number + 1, incident.to_exception()
         with self._changed:
             self._heard.number = number
@@ -301,13 +301,13 @@ class PeerWatch:
         return (made,) if any(made in member.names for member in self._members.values()) else None
 
     def _post(self, store: Any, incident: Incident) -> int:
-        """Tell an incident under the next number, after hearing of those before; returns the number."""
+        """Post an incident under the next number, after reading those before; returns the number."""
         while (first := incident.post(store, self._heard.number + 1)) is not incident:
             self._hear(store, first)
         return self._heard.number + 1
 
     def _compare_calls(self, store: Any) -> None:
-        """Where this rank and another one made different calls, that is the cause that all ranks find next."""
+        """Compare calls with another rank's and post the first difference, as the cause that all ranks find next."""
         with self._changed:
             compared = [member.calls for member in self._members.values() if member.calls is not None]
         for calls in compared:
@@ -316,7 +316,7 @@ class PeerWatch:
                 self._post(store, Incident.of(RemoteError.of(error, self._rank), [calls.name], is_raised=False))
 
     def _lose_store(self, error: RuntimeError) -> None:
-        """Who waits for a batch may wait for what other ranks tell, and who is in a collective is there in vain."""
+        """Interrupt all loaders, as the store is gone: none would wake ranks waiting for a batch or a collective."""
         lost = RankStoppedError(
             0,
             "Silence",
@@ -331,7 +331,7 @@ class PeerWatch:
                 member.interrupt(lost)
 
     def _tell(self, store: Any, own: BaseException, names: tuple[str, ...]) -> None:
-        """Tell an error of this rank, unless another rank was first with one of the same loader."""
+        """Post an error of this rank, unless another rank was first with one of the same loader."""
         incident = Incident.of(_in_transit(own, self._rank), names[:1], is_raised=True)
         first = self._first(names)
         while first is None and (there := incident.post(store, self._heard.number + 1)) is not incident:
@@ -341,7 +341,7 @@ class PeerWatch:
             number = self._heard.number + 1
             with self._changed:
                 self._heard.number = number
-                last_told[os.getpid()] = incident
+                last_posted[os.getpid()] = incident
             wait_until_known(store, number, int(store.add(f"{NAMESPACE}/watching", 0)) - 1)
         else:
             own.add_note(f"before that, {first.error}")
@@ -357,7 +357,7 @@ class PeerWatch:
 
 
 def _in_transit(error: BaseException, rank: int) -> RemoteError:
-    """The error with its notes, which tell of a user's function the sample and its shard."""
+    """The error with its notes, which name the sample and its shard if a user's function failed."""
     cause = RemoteError.of(error, rank)
     return replace(cause, message="; ".join([cause.message, *getattr(error, "__notes__", [])]))
 

@@ -1,4 +1,4 @@
-"""Signs of life: each rank counts up a key of the store, and looks whether the next rank that takes part still counts.
+"""Heartbeats: each rank counts up a key of the store, and polls whether the next rank that takes part still counts.
 
 So the silence of any rank, also of all ranks of a host that is cut off, is seen by one of those that are left, at two
 small requests a rank every few seconds.
@@ -14,15 +14,15 @@ from ...storage.store_link import SILENT_S
 from ..dataset.exchange import RemoteError
 
 SIGN_S = 5.0
-_LOOKED_PAST = 16  # ranks that have not come yet, or have left, which one look passes over
+_LOOKED_PAST = 16  # ranks that have not come yet, or have left, which one poll passes over
 _NAMESPACE = "penstock/alive"
 _LEFT = "left"
-_LATE = 4.0  # looks that come so many times later than they should: this process was suspended
+_LATE = 4.0  # polls that come this many times later than they should: this process was suspended
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The newest sign of a rank, and since when it is the newest, by the reader's clock."""
+    """The newest heartbeat of a rank, and when it was first seen, by the reader's clock."""
 
     rank: int
     sign: str
@@ -30,7 +30,7 @@ class Seen:
 
 
 def look_on(before: Seen | None, rank: int, sign: str, now_s: float, looked_at_s: float) -> Seen:
-    """What is known of a rank after a look; one that comes late begins anew, as the reader itself was suspended."""
+    """Update what is known of a rank after a poll; a late poll begins anew, as the reader itself was suspended."""
     is_late = now_s - looked_at_s > _LATE * SIGN_S
     if before is None or is_late or (before.rank, before.sign) != (rank, sign):
         return Seen(rank, sign, now_s)
@@ -51,7 +51,7 @@ def judge(seen: Seen, now_s: float) -> RemoteError | None:
 
 
 class Signs:
-    """The signs that one rank gives and sees. Used by one thread. Mutable state: the own count, and what was seen."""
+    """Heartbeats that one rank sends and reads. Used by one thread. Mutable state: the own count, and what was seen."""
 
     def __init__(self, rank: int, world_size: int, now_s: float) -> None:
         self._rank = rank
@@ -62,7 +62,7 @@ class Signs:
         self._due_s = now_s
 
     def exchange(self, store: Any, now_s: float) -> RemoteError | None:
-        """Give a sign and look for the next rank's, where it is time to; returns the silence that is an error.
+        """Send a heartbeat and poll the next rank's, if they are due; returns an error if that rank is silent.
 
         Raises:
             RuntimeError: the store is gone.
@@ -78,7 +78,7 @@ class Signs:
         return None if self._seen is None else judge(self._seen, now_s)
 
     def leave(self, store: Any) -> None:
-        """This rank gives no more signs, and is not missed."""
+        """Announce that this rank sends no more heartbeats, and is not missed."""
         store.set(_key(self._rank), _LEFT)
 
     def _find_next(self, store: Any) -> tuple[int, str] | None:

@@ -1,4 +1,4 @@
-"""Which fields the stages of a pipeline read, where a model is cut into such stages."""
+"""Fields that the stages of a pipeline read, where a model is cut into such stages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StageFields:
         may_drop: bool = False,
         keeps_by_all: bool = False,
     ) -> StageFields | None:
-        """What the argument says; None where it is not given.
+        """Read the argument; None if it is not given.
 
         Raises:
             ConfigError: it is no mapping to stages, the mesh has no pipeline dimension or no such stage; or stages

@@ -70,7 +70,7 @@ def sum_chunks(
 
 
 def manifest_sums(manifest: Manifest) -> list[tuple[int, SumArray]] | None:
-    """What ``sum_chunk`` returned for each chunk of a manifest; None where it does not have all of that."""
+    """Return the results of ``sum_chunk`` for each chunk of a manifest; None if it lacks some of them."""
     if manifest.checksums is None or manifest.lacks_parts:
         return None
     parts = manifest.parts
@@ -111,7 +111,7 @@ def _cut(chunk: ChunkRef, whole: memoryview, wanted: ByteRange) -> memoryview | 
 
 
 def has_whole_sums_alone(manifest: Manifest) -> bool:
-    """Whether chunks are compared only where they are read whole."""
+    """Return whether chunks are compared only if they are read whole."""
     return manifest.checksums is not None and manifest.lacks_parts
 
 

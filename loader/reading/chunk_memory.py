@@ -1,4 +1,4 @@
-"""What the chunks of a reader take, within a budget: reserved, evicted, let go of, and given to idle buffers."""
+"""Memory of a reader's chunks, within a budget: reserved, evicted, released, and given to idle buffers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 
 class ChunkMemory:
-    """Counts the bytes of ``slots``, of headers and of what batches keep. It has no lock: who calls holds the reader's.
+    """Counts the bytes of ``slots``, of headers and of what batches keep. It has no lock: callers hold the reader's.
 
-    Mutable state: the bytes that are reserved, the most that there were, and how many of them no span has asked for.
-    With ``keeps_unused``, which ends the first time that there is no room, also the chunks that nobody asks for any
-    more, and their bytes.
+    Mutable state: the reserved bytes, their peak, and how many of them no span has asked for. With ``keeps_unused``,
+    which ends the first time that room runs out, also the chunks that nobody asks for any more, and their bytes.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ChunkMemory:
 
     @property
     def budget(self) -> int:
-        """What chunks may take, beside the headers and the chunks that batches keep alive."""
+        """Bytes left for chunks beside the headers and the chunks that batches keep alive."""
         return self._budget_bytes - self._source.header_bytes - self._retained_bytes
 
     @property
@@ -65,15 +64,15 @@ class ChunkMemory:
         return self._peak
 
     def fits(self, size: int) -> bool:
-        """Whether so many bytes more stay within the budget."""
+        """Return whether ``size`` more bytes stay within the budget."""
         return self.reserved + size <= self.budget
 
     def fits_beside_used(self, size: int) -> bool:
-        """Whether so many bytes more would stay within the budget without the chunks that nobody asks for."""
+        """Return whether ``size`` more bytes would stay within the budget without the chunks that nobody asks for."""
         return self.fits(size - self._unused_bytes)
 
     def resize(self, slot: Slot, size: int) -> None:
-        """Reserve so many bytes for a chunk, instead of what it had."""
+        """Change the bytes that are reserved for a chunk."""
         growth, slot.reserved = size - slot.reserved, size
         self.reserved += growth
         self.untaken += 0 if slot.is_taken else growth
@@ -81,31 +80,31 @@ class ChunkMemory:
         self._idle.set(self.budget - self.reserved)
 
     def note_taken(self, slot: Slot) -> None:
-        """A span asks for a chunk."""
+        """Record that a span asks for a chunk."""
         if not slot.is_taken:
             slot.is_taken = True
             self.untaken -= slot.reserved
 
     def let_go(self, slot: Slot) -> None:
-        """Forget a chunk's block."""
+        """Release a chunk's block."""
         if self._leases is not None and slot.block is not None:
             self._leases.drop(slot.block)
         slot.block = None
         self.resize(slot, 0)
 
     def keep_unused(self, chunk: int) -> None:
-        """Nobody asks for a chunk any more, which is in memory: it stays until somebody does, or there is no room."""
+        """Keep a resident chunk that nobody asks for any more until somebody does, or room runs out."""
         self._unused.add(chunk)
         self._unused_bytes += self._slots[chunk].reserved
 
     def note_used(self, chunk: int) -> None:
-        """Somebody asks for a chunk that nobody asked for before."""
+        """Record that an unused chunk is asked for again."""
         if chunk in self._unused:
             self._unused.remove(chunk)
             self._unused_bytes -= self._slots[chunk].reserved
 
     def drop_unused(self, size: int) -> None:
-        """If there is no room for so many bytes, drop the chunks that nobody asks for, and keep none any more."""
+        """Drop the chunks that nobody asks for if ``size`` more bytes do not fit, and keep none from then on."""
         if self.fits(size):
             return
         self.keeps_unused = False
@@ -115,7 +114,7 @@ class ChunkMemory:
         self._unused_bytes = 0
 
     def make_room(self, size: int, needed: Mapping[int, None]) -> None:
-        """Drop resident chunks but those ``needed`` now, the furthest next use first, until so many bytes would fit."""
+        """Drop resident chunks but those ``needed`` now, the furthest next use first, until ``size`` bytes fit."""
         wanted = self.reserved + size - self.budget
         if wanted <= 0:
             return
@@ -132,7 +131,7 @@ class ChunkMemory:
             self._counters.add(evicted_chunks=1)
 
     def close(self) -> None:
-        """Count nothing more, and give idle memory back."""
+        """Stop counting, and return idle memory."""
         self.reserved = self.untaken = self._unused_bytes = 0
         self._unused.clear()
         self._idle.close()

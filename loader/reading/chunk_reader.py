@@ -1,7 +1,7 @@
 """Chunks in memory: fetched in the order of first use, opened as columns, dropped after last use, within a budget.
 
 Mutable state: the slots, the queues and the byte counts, all under one lock. Fetch threads fill slots, the assembler
-thread asks for them. Nobody is woken in vain: a thread that wakes takes the GIL from one that works.
+thread asks for them. No thread is woken without work: a waking thread takes the GIL from a working one.
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ class ChunkReader:
         self._threads = FetchThreads(self._fetch_loop, threads)
 
     def start(self) -> None:
-        """Start the threads; called once. Whoever holds the reader can close it, however far this came."""
+        """Start the threads; called once. The reader can be closed even if this fails midway."""
         self._threads.start()  # without the lock: an interrupt here may not leave it held
 
     def set_threads(self, threads: int) -> None:
-        """Fetch so many chunks at a time from now on. Threads that are too many end with the chunk that they fetch."""
+        """Set how many chunks are fetched at a time. Surplus threads end after the chunk that they fetch."""
         with self._lock:
             self._threads.resize(threads)
             self._changed.notify_all()
 
     def set_read_ahead(self, nbytes: int) -> None:
-        """Hold no more bytes of chunks that are fetched, or on their way, before a span asks for them; but always one.
+        """Limit the bytes of chunks that are resident or in flight before a span asks for them; one is always allowed.
 
-        What is in memory already stays there.
+        Chunks that are in memory already stay there.
         """
         with self._lock:
             self._read_ahead_bytes = nbytes
@@ -97,7 +97,7 @@ class ChunkReader:
     def request(self, chunks: Sequence[int], *, at_once: bool = False) -> None:
         """Announce that these chunks will be needed, in order of first use; once for each window that they lie in.
 
-        As long as those needed ``at_once`` keep many of the threads busy, no others are fetched: the line is theirs.
+        While chunks needed ``at_once`` keep many of the threads busy, no others are fetched: they get the bandwidth.
         """
         with self._lock:
             if self._closed:
@@ -114,22 +114,22 @@ class ChunkReader:
 
     @property
     def has_room(self) -> bool:
-        """Whether more would fit than is requested so far."""
+        """True if more would fit than is requested so far."""
         return self._requested_bytes < self._memory.budget
 
     @property
     def keeps_unused(self) -> bool:
-        """Whether chunks that nobody asks for stay."""
+        """True if chunks that nobody asks for stay in memory."""
         return self._memory.keeps_unused
 
     @property
     def needs_requests(self) -> bool:
-        """Whether its threads may soon have nothing to fetch, though not all there is was asked for."""
+        """True if its threads may soon have nothing to fetch, though not every chunk was asked for."""
         is_all = len(self._slots) == self._source.manifest.num_chunks
         return not is_all and len(self._queue) < _QUEUED_PER_THREAD * self._threads.wanted
 
     def release(self, chunks: Sequence[int]) -> None:
-        """Withdraw one request for each of these chunks; one without requests is dropped, where not all are kept."""
+        """Withdraw one request for each of these chunks; drop those without requests, unless unused ones are kept."""
         with self._lock:
             for chunk in () if self._closed else chunks:
                 slot = self._slots[chunk]
@@ -161,7 +161,7 @@ class ChunkReader:
                 self._wake()  # the chunks just used may now be evicted
 
     def _wait_for_some(self) -> list[tuple[int, Block | BaseException]]:
-        """The current chunks that are in memory: one where others wait for its room, else all. Holds the lock."""
+        """Wait for current chunks; returns one if others wait for its room, else all in memory. Holds the lock."""
         started = self._waiting_since = time.perf_counter()
         try:
             while True:
@@ -222,7 +222,7 @@ class ChunkReader:
         return self._memory.resident_bytes
 
     def levels(self) -> Levels:
-        """How much is asked for, on its way and in memory; any thread may ask."""
+        """Count chunks that are queued, in flight and in memory; any thread may ask."""
         with self._lock:
             in_flight = sum(slot.in_flight for slot in self._slots.values())
             resident = sum(slot.block is not None for slot in self._slots.values())
@@ -261,17 +261,17 @@ class ChunkReader:
                 self._arrived.notify_all()
 
     def _wake(self) -> None:
-        """Wake one thread where there is a chunk for it, which wakes the next one. Holds the lock."""
+        """Wake one thread if there is a chunk for it; that thread wakes the next. Holds the lock."""
         if self._received.has_one or (self._may_fetch and (self._queue.has_urgent or self._fits_ahead())):
             self._changed.notify()
 
     @property
     def _may_fetch(self) -> bool:
-        """Whether opening keeps up; what waits for it holds more than its bytes: headers."""
+        """True if opening keeps up; a chunk that waits for it holds more than its bytes: headers."""
         return len(self._received) < self._threads.wanted
 
     def _fits_ahead(self) -> bool:
-        """Whether there is a chunk to fetch ahead of need, and room for it. Holds the lock."""
+        """Return whether there is a chunk to fetch ahead of need, and room for it. Holds the lock."""
         chunk = self._queue.find_ahead(self._threads.wanted)
         if chunk is None:
             return False
@@ -281,7 +281,7 @@ class ChunkReader:
         return is_within and (not memory.reserved or memory.fits_beside_used(size))
 
     def _next_work(self) -> Callable[[], None] | None:
-        """What the calling thread does next: opens a chunk that was fetched, or fetches one. Holds the lock."""
+        """Choose the calling thread's next work: open a chunk that was fetched, or fetch one. Holds the lock."""
         if self._received.has_one:
             self._threads.note(1)
             return partial(self._open, *self._received.take())
@@ -311,7 +311,7 @@ class ChunkReader:
         return chunk
 
     def _urgent_must_wait(self) -> bool:
-        """Whether a chunk that is in flight or unused will make room, or one is held beyond the budget already."""
+        """Return whether a chunk in flight or unused will make room, or one is held beyond the budget already."""
         makes_room = any(self._slots[c].in_flight or self._slots[c].block is not None for c in self._current)
         return makes_room or self._memory.reserved > max(0, self._memory.budget)
 
@@ -321,7 +321,7 @@ class ChunkReader:
         self._memory.resize(slot, size)
 
     def _let_go_unused(self, chunk: int, slot: Slot) -> None:
-        """Nobody asks for a chunk, which may be on its way: drop it, or keep it. Holds the lock."""
+        """Drop or keep a chunk, maybe in flight, that nobody asks for any more. Holds the lock."""
         if self.keeps_unused and slot.block is not None:
             self._memory.keep_unused(chunk)
         elif not slot.in_flight:
@@ -352,7 +352,7 @@ class ChunkReader:
         self._settle(chunk, block, error)
 
     def _settle(self, chunk: int, block: Block | None, error: BaseException | None) -> None:
-        """A chunk is in memory, or it is known why not."""
+        """Record that a chunk is in memory, or why it is not."""
         with self._lock:
             self._threads.note(-1)
             self._queue.forget(chunk)

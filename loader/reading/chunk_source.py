@@ -1,4 +1,4 @@
-"""One chunk, read from its store and opened as columns: checked, and read anew where its bytes are wrong."""
+"""Read one chunk from its store and open it as columns: checked, and read again if its bytes are wrong."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _REFETCHES = 3
 class Fetched:
     """A chunk's bytes, not yet checked: the ``parts`` that ``ranges`` of its shard hold.
 
-    ``bytes_on_disk``: what it takes once opened, where that is too much for memory: then the parts lie on the disk.
-    ``mapped``: what its only part, the file itself, was mapped by.
+    ``bytes_on_disk``: its bytes once opened, if they are too many for memory; its parts then lie on the disk.
+    ``mapped``: the maps that its only part, the file itself, belongs to.
     """
 
     header: Any
@@ -62,7 +62,7 @@ class AvoidedError(FormatError):
 
 
 def reads_locally(store: Store) -> bool:
-    """Whether a store reads from this machine's disks."""
+    """Return whether a store reads from this machine's disks."""
     return isinstance(getattr(store, "inner", store) if is_encrypted(store) else store, LocalStore)
 
 
@@ -112,7 +112,7 @@ class ChunkSource:
         self._has_headers = opens is not BaseFormat.open_shard and not self.is_local
 
     def apart(self, columns: Sequence[str] | None) -> ChunkSource:
-        """One that reads ``columns`` of the same chunks within the same limit, with headers and counters of its own."""
+        """A source of the same chunks and limit that reads ``columns``, with headers and counters of its own."""
         source = ChunkSource(
             self.manifest,
             self._format,
@@ -142,19 +142,19 @@ class ChunkSource:
 
     @property
     def layout(self) -> Hashable:
-        """What decides how an opened chunk's values lie in memory: rows of sources that differ are gathered apart."""
+        """Key of the memory layout of opened chunks' values: rows of sources with other layouts are gathered apart."""
         columns, read = self._schema.get("columns", {}), self.columns
         names = tuple(columns if read is None else read) if columns else tuple(sorted(read or self.manifest.fields))
-        told = ((name, str(columns[name]) if name in columns else None) for name in names)
+        types = ((name, str(columns[name]) if name in columns else None) for name in names)
         kind = "table" if self.manifest.format in ("parquet", "arrow") else self.manifest.format
-        return kind, tuple(told), tuple(sorted(self._marked))
+        return kind, tuple(types), tuple(sorted(self._marked))
 
     def load(self, index: int) -> Block:
         """Fetch and open a chunk: what ``fetch`` and ``open`` do, and raise."""
         return self.open(index, self.fetch(index))
 
     def fetch(self, index: int) -> Fetched | None:
-        """The bytes of a chunk, or nothing where ``open`` is to fetch them: what came was wrong, or none are wanted.
+        """Fetch the bytes of a chunk, or leave that to ``open``: what came was wrong, or none are wanted.
 
         Raises:
             StorageError, ConfigError.
@@ -175,7 +175,7 @@ class ChunkSource:
     def open(self, index: int, fetched: Fetched | None) -> Block:
         """Open a chunk that was fetched. Wrong bytes are fetched anew, past any cache, thrice before they are an error.
 
-        What is damaged where it lies comes alike each time; a path that damages a share of all answers does not.
+        Damage at rest is the same each time; damage on the way is not.
 
         Raises:
             StorageError, FormatError, ChecksumError, ConfigError, MemoryLimitError.
@@ -195,13 +195,13 @@ class ChunkSource:
         return self._open_fetched(index, chunk, fetched or self._fetch(chunk))
 
     @property
-    def are_mapped(self) -> bool:
-        """Whether values are read from files when they are due."""
+    def is_mapped(self) -> bool:
+        """True if values are read from files when they are due."""
         return self._mapped is not None
 
     @property
     def is_local(self) -> bool:
-        """Whether chunks are read from this machine's disks."""
+        """True if chunks are read from this machine's disks."""
         return reads_locally(self._store)
 
     @property
@@ -276,7 +276,7 @@ class ChunkSource:
         return block
 
     def _is_far(self, chunk: ChunkRef) -> bool:
-        """Whether a chunk that is wanted whole, and its shard's header, take a round trip each."""
+        """Return whether a chunk that is wanted whole, and its shard's header, take a round trip each."""
         return (
             self._partitions.stored is None
             and self._has_headers
@@ -300,7 +300,7 @@ class ChunkSource:
         return join_on_disk((pack_records(self._complete(piece, chunk)) for piece in pieces), chunk, needed)
 
     def _open(self, index: int, chunk: ChunkRef, fetched: Fetched) -> Block:
-        """The chunk as columns; where its values lie is not found out twice."""
+        """Open a chunk as columns, by the layout of an earlier opening if it is known."""
         sums = self.manifest.checksums  # what was read was compared with them
         checksum = None if sums is None else int(sums[index])
         header, parts = fetched.header, fetched.parts
@@ -319,7 +319,7 @@ class ChunkSource:
         return add_marks(self._partitions.add_to(block, chunk), self._marked)
 
     def close(self) -> None:
-        """Have what was found out about chunks kept for other processes of the node."""
+        """Save the layouts of chunks for other processes of the node."""
         self._layouts.close()
 
     @property
@@ -343,21 +343,21 @@ class ChunkSource:
 
     @property
     def mean_reserve(self) -> int:
-        """What ``reserve`` says of a chunk, about."""
+        """Mean of ``reserve`` over the chunks, about."""
         return self._most_bytes // max(1, self.manifest.num_chunks)
 
     def fit_into(self, nbytes: int) -> bool:
-        """Whether so much memory holds all chunks, as far as is known before they are opened."""
+        """Return whether all chunks fit into ``nbytes`` of memory, as far as is known before they are opened."""
         return self._most_bytes <= nbytes
 
     @property
     def _most_bytes(self) -> int:
-        """What ``reserve`` says of all chunks together, where none is too large for memory."""
+        """Sum of ``reserve`` over all chunks, if none is too large for memory."""
         lengths, memory = self.manifest.lengths, self.manifest.memory
         return int(np.where(memory == lengths, lengths, lengths + memory).sum())
 
     def reserve(self, index: int) -> int:
-        """How much memory a chunk may take while it is fetched and opened, in bytes; an estimate."""
+        """Estimate the memory that a chunk may take while it is fetched and opened, in bytes."""
         if self._reads_nothing:
             return 0
         length, memory = int(self.manifest.lengths[index]), int(self.manifest.memory[index])
@@ -365,6 +365,6 @@ class ChunkSource:
         return min(most, self._memory_limit) if self._onto_disk else most
 
     def hold(self, index: int) -> int:
-        """How much a chunk counts for how far ahead is read: on the disk, too, which has an end."""
+        """Bytes that a chunk counts for in read-ahead: on the disk, too, which has an end."""
         size = self.reserve(index)
         return size // _AHEAD_ON_DISK if self._onto_disk and size == self._memory_limit else size

@@ -1,4 +1,4 @@
-"""Which chunk is fetched next: first those that are waited for, then what is asked for ahead, in order of first use."""
+"""Choose the chunk to fetch next: first those waited for, then those asked for ahead, in order of first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUSY = 2
 
 
 class FetchQueue:
-    """Those of the chunks in ``slots`` that are to be fetched. It has no lock: who calls holds the reader's.
+    """Queue of the chunks in ``slots`` that are to be fetched. It has no lock: callers hold the reader's.
 
     Mutable state: the two queues, whose entries may be out of date, and which chunks the first batch waits for.
     """
@@ -30,7 +30,7 @@ class FetchQueue:
         self._to_come: set[int] = set()  # those of them whose bytes are not there
 
     def __len__(self) -> int:
-        """How many are to be fetched ahead of need, about."""
+        """Number of chunks to fetch ahead of need, about."""
         return len(self._ahead)
 
     def ask(self, chunk: int, *, at_once: bool = False) -> None:
@@ -42,17 +42,17 @@ class FetchQueue:
             self._to_come.add(chunk)
 
     def hurry(self, chunk: int) -> None:
-        """Fetch it before all that nobody waits for."""
+        """Fetch it before all chunks that are not waited for."""
         self._slots[chunk].queued = False  # its entry in the queue ahead is passed over
         self._urgent.append(chunk)
 
     @property
     def has_urgent(self) -> bool:
-        """Whether somebody waits for a chunk, maybe one that has come meanwhile; ``find_urgent`` passes those over."""
+        """True if somebody waits for a chunk; it may have arrived meanwhile, and ``find_urgent`` skips it then."""
         return bool(self._urgent)
 
     def find_urgent(self) -> int | None:
-        """The first chunk that is waited for and neither there nor on its way."""
+        """The first chunk that is waited for and neither in memory nor in flight."""
         while self._urgent:
             slot = self._slots.get(self._urgent[0])
             if slot is not None and not slot.in_flight and slot.block is None and slot.error is None:
@@ -61,10 +61,10 @@ class FetchQueue:
         return None
 
     def find_ahead(self, threads: int) -> int | None:
-        """The first chunk that is asked for ahead; none while those needed at once have the line to themselves.
+        """The first chunk that is asked for ahead; none while those needed at once have the bandwidth.
 
-        That is as long as they keep more than a quarter of the threads busy; on a long line until so few are still to
-        come that others would come after them.
+        They have it while they keep more than a quarter of the threads busy; with many threads until so few are still
+        to come that others would arrive after them.
         """
         while self._ahead:
             slot = self._slots.get(self._ahead[0])
@@ -76,17 +76,17 @@ class FetchQueue:
         return None
 
     def take(self, chunk: int) -> None:
-        """The chunk that was found is on its way."""
+        """Record that the chunk that was found is in flight."""
         self._slots[chunk].queued = False
         queue = self._urgent if self._urgent and self._urgent[0] == chunk else self._ahead
         queue.popleft()
 
     def note_received(self, chunk: int) -> None:
-        """Its bytes are there."""
+        """Record that its bytes have arrived."""
         self._to_come.discard(chunk)
 
     def forget(self, chunk: int) -> None:
-        """The first batch waits for it no longer: it is there, or not wanted."""
+        """Record that the first batch no longer waits for it: it has arrived, or is not wanted."""
         self._at_once.discard(chunk)
         self._to_come.discard(chunk)
 

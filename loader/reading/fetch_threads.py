@@ -29,7 +29,7 @@ class FetchThreads:
         self.resize(self.wanted)
 
     def resize(self, wanted: int) -> None:
-        """Have so many threads, from now on if they run; those that are too many end with what they do now.
+        """Set the number of threads, at once if they run; surplus threads end after their current work.
 
         Raises:
             RuntimeError: no more threads can be started.
@@ -47,7 +47,7 @@ class FetchThreads:
                 raise
 
     def leaves(self) -> bool:
-        """Whether the calling thread is one too many, and belongs to this no longer."""
+        """Return whether the calling thread is one too many; it is then removed from the pool."""
         current = threading.current_thread()
         if current in self._threads and len(self._threads) > self.wanted:
             self._threads.remove(current)
@@ -64,7 +64,7 @@ class FetchThreads:
                 thread.join(max(0.0, until - time.monotonic()))
 
     def note(self, change: int) -> None:
-        """That ``change`` more threads fetch now."""
+        """Record that ``change`` more threads fetch now."""
         now = time.perf_counter()
         self._busy_s += self._busy * (now - self._counted_until)
         self._counted_until = now

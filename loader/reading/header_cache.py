@@ -1,4 +1,4 @@
-"""What is kept of each shard to open its chunks with (a parquet footer, say): read by one thread, within a budget."""
+"""Cache of shards' headers (parquet footers, say) to open chunks with: each is read by one thread, within a budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Range = tuple[str, ByteRange | None, str]  # an object's key, a part of it, its
 
 
 class _NotingStore:
-    """Reads from a store that keeps what it read, and notes what it is asked for."""
+    """Reads from a store, which may cache, and notes the ranges that it reads."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -116,13 +116,13 @@ class HeaderCache:
             raise
 
     def _discard(self, entry: _Entry) -> None:
-        """Have the store fetch anew what the entry was read from."""
+        """Make the store fetch the bytes of an entry again."""
         if isinstance(self._store, DiscardingStore):
             for key, byte_range, etag in entry.ranges:
                 self._store.discard(key, byte_range, etag=etag)
 
     def has(self, shard: ObjectInfo) -> bool:
-        """Whether the shard's header is here."""
+        """Return whether the shard's header is in the cache."""
         with self._lock:
             entry = self._entries.get(shard.key)
             return entry is not None and entry.is_open

@@ -58,14 +58,14 @@ class KeptLayouts:
     ) -> None:
         self._folder = SealedFolder("layouts", cache_dir, kept=_KEPT)
         of_manifest = [manifest.fingerprint, manifest.checksums is not None, manifest.format, manifest.config]
-        told = [_VERSION, *of_manifest, manifest.schema, columns]
-        self._key = xxhash.xxh3_128_hexdigest(json.dumps(told, sort_keys=True, default=str).encode())
+        identity = [_VERSION, *of_manifest, manifest.schema, columns]
+        self._key = xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
         self._table: _Table | None = None
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """What is in memory of them."""
+        """Bytes of memory that the layouts take."""
         return 0 if self._table is None else self._table.nbytes
 
     def find(self, chunk: int, most_bytes: int) -> Layout | None:
@@ -78,7 +78,7 @@ class KeptLayouts:
         return self._table.find(chunk)
 
     def save(self, found: Mapping[int, Layout]) -> None:
-        """Keep these, too, where there is room. Those of other processes are not lost."""
+        """Add these if there is room; those of other processes stay."""
         found = {chunk: layout for chunk, layout in found.items() if layout.length <= _LARGEST}
         samples = sum(layout.block.samples for layout in found.values())
         if samples < _FEWEST_SAMPLES and len(found) < _FEWEST_CHUNKS:
@@ -137,9 +137,9 @@ class _Table:
         rows = self._rows.get(chunk)
         if rows is None:
             return None
-        told = {name: values[rows.start] for name, values in self._columns.items()}
+        first = {name: values[rows.start] for name, values in self._columns.items()}
         columns = {self._columns["field"][row]: self._column(row) for row in rows}
-        return Layout(told["checksum"], told["length"], Block(told["samples"], told["nbytes"], columns))
+        return Layout(first["checksum"], first["length"], Block(first["samples"], first["nbytes"], columns))
 
     def _column(self, row: int) -> BytesColumn:
         start, stop = self._places_at[row : row + 2]
@@ -162,15 +162,15 @@ def _tabulate(found: Mapping[int, Layout]) -> pa.Table:
     rows: list[dict[str, Any]] = []
     for chunk, layout in sorted(found.items()):
         block = layout.block
-        told = {"chunk": chunk, "checksum": layout.checksum, "length": layout.length}
-        told |= {"samples": block.samples, "nbytes": block.nbytes}
+        of_chunk = {"chunk": chunk, "checksum": layout.checksum, "length": layout.length}
+        of_chunk |= {"samples": block.samples, "nbytes": block.nbytes}
         for name, column in block.columns.items():
             assert isinstance(column, BytesColumn)
             of_field = {"field": name, "text": column.text, "ascii": column.ascii is not None}
             of_field["in_chunk"] = column.buffer is IN_CHUNK
             of_field["places"] = np.concatenate([column.starts, column.stops]).astype(np.int32)
             of_field["data"] = np.frombuffer(column.buffer, np.uint8)
-            rows.append({**told, **of_field})
+            rows.append({**of_chunk, **of_field})
     return pa.Table.from_pylist(rows, _SCHEMA)
 
 

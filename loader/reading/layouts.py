@@ -1,8 +1,8 @@
-"""Where the values of a chunk lie, kept from one opening to the next: the headers of an archive are walked once.
+"""Places of values in chunks, kept from one opening to the next: the headers of an archive are walked once.
 
-What is found in bytes depends on nothing but them. So a layout is used again for bytes of the same length and checksum,
-whatever else is known of the object; for any others the chunk is opened anew. Where the bytes of values decide nothing,
-as in an archive whose headers state sizes, the checksum is that of the bytes between them.
+A layout depends on the chunk's bytes alone. So it is used again for bytes of the same length and checksum, whatever
+else is known of the object; for any others the chunk is opened anew. If the bytes of values do not affect the layout,
+as in an archive whose headers state sizes, the checksum covers only the bytes between them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Layouts:
                 self._nbytes = 0
 
     def find(self, chunk: int, data: memoryview, checksum: int | None) -> Block | None:
-        """The chunk as it is opened from ``data``; None where that has to be found out.
+        """The chunk as it is opened from ``data``; None if its layout is unknown.
 
         ``checksum`` is the XXH3-64 of ``data`` where that is known, as it was when the layout was kept.
         """
@@ -65,7 +65,7 @@ class Layouts:
         return replace(layout.block, columns=_exchange(layout.block.columns, IN_CHUNK, data))
 
     def close(self) -> None:
-        """Have the layouts that were found kept for other processes."""
+        """Save the layouts that were found for other processes."""
         with self._lock:
             found = dict(self._layouts)
         if self._kept is not None and found:
@@ -82,7 +82,7 @@ class Layouts:
     ) -> None:
         """Remember where the values are that ``block`` has in ``data``, if there is room, and nothing of ``data``.
 
-        Blocks with other values than bytes are passed over: what is made of a chunk's bytes may refer to all of them.
+        Blocks with other values than bytes are skipped: what is made of a chunk's bytes may refer to all of them.
         ``check`` raises an error where ``data`` may be other bytes by now: such a layout is not kept.
         """
         columns = [column for column in block.columns.values() if isinstance(column, BytesColumn)]

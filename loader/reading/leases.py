@@ -1,4 +1,4 @@
-"""Which chunks batches keep alive by views, and how many bytes these hold beside the chunks that are resident.
+"""Leases of chunks: those that batches keep alive by views, and their bytes beside the chunks that are resident.
 
 A view refers to an array over the chunk's bytes, which dies with the last view (`penstock.storage.memory.leases`).
 Mutable state: the held buffers, under a lock, and the leases, which may end at any time.
@@ -33,7 +33,7 @@ class _Held:
 
 
 def owner_of(buffer: memoryview) -> tuple[int, int]:
-    """What names the memory that a view of ``buffer`` keeps alive, while it is alive, and its bytes."""
+    """Identify the memory that a view of ``buffer`` keeps alive, for as long as it lives, and return its bytes."""
     owner: Any = buffer.obj
     if not isinstance(owner, pa.Buffer):
         return id(owner), memoryview(owner).nbytes
@@ -75,7 +75,7 @@ class Leases:
             return memoryview(exporter)
 
     def drop(self, block: Block) -> None:
-        """The reader holds this block no longer: what batches hold of it counts from now on."""
+        """Note that the reader released this block: from now on, the part that batches hold counts."""
         with self._lock:
             self._settle()
             owners = {owner_of(c.buffer)[0] for c in block.columns.values() if isinstance(c, BytesColumn)}

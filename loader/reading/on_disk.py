@@ -1,7 +1,7 @@
 """A chunk that is too large for memory, opened piece by piece onto the disk.
 
-Its columns are joined in files that have no names, and mapped read-only: what is looked at of them lies in the kernel's
-page cache, which gives way where memory is short. Nothing of the files outlives the chunk, or the process.
+Its columns are joined in files that have no names, and mapped read-only: their pages in use lie in the kernel's
+page cache, which shrinks when memory is short. Nothing of the files outlives the chunk, or the process.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def fetch_onto_disk(
 
 
 def cut_ranges(ranges: Sequence[ByteRange], piece_bytes: int) -> list[ByteRange]:
-    """Ranges cut into pieces of at most so many bytes."""
+    """Cut ranges into pieces of at most ``piece_bytes``."""
     return [
         ByteRange(start, min(start + piece_bytes, byte_range.stop))
         for byte_range in ranges

@@ -1,6 +1,6 @@
-"""Chunks whose bytes are there, and which wait to be opened: by as many threads at a time as there are cores.
+"""Queue of fetched chunks that wait to be opened, by as many threads at a time as there are cores.
 
-So threads that fetch never wait for others that open: as many requests are on their way as are wanted.
+So fetching never waits for opening: the wanted number of requests stays in flight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class OpeningQueue:
-    """In the order in which the bytes came. It has no lock: who calls holds the reader's."""
+    """Queue in the order in which the bytes came. It has no lock: callers hold the reader's."""
 
     def __init__(self, at_once: int) -> None:
         """Let ``at_once`` threads open chunks at a time."""
@@ -26,11 +26,11 @@ class OpeningQueue:
 
     @property
     def has_one(self) -> bool:
-        """Whether there is a chunk to open, and a thread may."""
+        """True if there is a chunk to open and a thread may open it."""
         return bool(self._waiting) and self._opening < self._at_once
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of chunks that wait."""
         return len(self._waiting)
 
     def take(self) -> tuple[int, Fetched | None]:
@@ -39,7 +39,7 @@ class OpeningQueue:
         return self._waiting.popleft()
 
     def end(self) -> None:
-        """A chunk that was taken is open, or cannot be opened."""
+        """Record that a chunk that was taken is open, or cannot be opened."""
         self._opening -= 1
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What a reader knows of one chunk."""
+"""State of one chunk in a reader."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _describe_reading(run: Run, options: PipelineOptions) -> str:
 def _describe_opening(run: Run) -> str:
     fields = list(dict.fromkeys(name for source in run.sources for name in source.columns or source.fields))
     formats = " and ".join(sorted({source.manifest.format for source in run.sources}))
-    are_mapped = all(source.chunks.are_mapped for source in run.sources)
+    are_mapped = all(source.chunks.is_mapped for source in run.sources)
     mapped = ", copied from mapped files when due" if are_mapped else ""
     return f"{formats}: {_names(fields)}{mapped}"
 

@@ -1,6 +1,6 @@
 """Opened chunks as blocks: columns in which a shard has no value get the type that other shards know.
 
-Who writes a table from values that are all missing has no type for them: Arrow's ``null``, or lists of it.
+A table written from values that are all missing has no type for them: Arrow's ``null``, or lists of it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def typed_kind(kind: pa.DataType, described: str) -> pa.DataType:
     if pt.is_struct(kind) and described.startswith("struct<"):
         parts = struct_fields(described)
         if [part.partition(": ")[0] for part in parts] == [field.name for field in kind]:
-            told = (part.partition(": ")[2] for part in parts)
-            return pa.struct([of.with_type(typed_kind(of.type, part)) for of, part in zip(kind, told, strict=True)])
+            types = (part.partition(": ")[2] for part in parts)
+            return pa.struct([of.with_type(typed_kind(of.type, part)) for of, part in zip(kind, types, strict=True)])
     if (pt.is_list(kind) or pt.is_large_list(kind)) and described.startswith("list<"):
         inner = typed_kind(kind.value_type, described[5:-1])
         if inner != kind.value_type:
@@ -116,7 +116,7 @@ def _kind_of(described: str) -> pa.DataType:
             return pa.timestamp(zoned[1], zoned[2])
         if described.startswith("struct<"):
             parts = (part.partition(": ") for part in struct_fields(described))
-            kind = pa.struct([(name, _kind_of(told)) for name, _, told in parts])
+            kind = pa.struct([(name, _kind_of(of_field)) for name, _, of_field in parts])
             return kind if describe_type(kind) == described else pa.null()
         return pa.list_(_kind_of(described[5:-1])) if described.startswith("list<") else pa.type_for_alias(described)
     except (pa.ArrowException, ValueError, OverflowError):

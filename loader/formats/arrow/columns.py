@@ -46,7 +46,7 @@ _TYPES_KEPT = 256
 
 
 class UntoldNullsError(FormatError):
-    """A ``column`` holds nulls, of which the index says that there are none."""
+    """A ``column`` holds nulls although the index says that it has none."""
 
     def __init__(self, column: str, shard: str) -> None:
         super().__init__(
@@ -100,7 +100,7 @@ def find_unread(kind: pa.DataType) -> str:
 
 @lru_cache(_TYPES_KEPT)
 def marks_nulls(kind: pa.DataType) -> bool:
-    """Whether a column of this type needs ``NAME__null`` beside it where a value may be null."""
+    """Return whether a column of this type needs ``NAME__null`` beside it if a value may be null."""
     if pt.is_dictionary(kind):
         return marks_nulls(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):
@@ -146,7 +146,7 @@ def schema_columns(schema: pa.Schema, nullable: set[str], shard: str) -> dict[st
 
 @lru_cache(_TYPES_KEPT)
 def _cure(kind: pa.DataType) -> str:
-    """How else to write what is not read: run ends, of which pyarrow takes no rows, and axes in another order."""
+    """Suggest how else to write an unsupported type: run ends, which pyarrow cannot slice by rows, or permuted axes."""
     if isinstance(kind, pa.FixedShapeTensorType) and kind.permutation not in (None, [*range(len(kind.shape))]):
         return "in the order of their axes, without a permutation"
     if isinstance(kind, pa.BaseExtensionType) or pt.is_dictionary(kind):
@@ -298,7 +298,7 @@ def _without_views(kind: pa.DataType) -> pa.DataType:
 
 
 def value_offsets(array: pa.Array) -> IntArray:
-    """Where the values of text or binaries with offsets begin and end in their buffer: (length + 1,) int64."""
+    """Offsets of the values of text or binaries in their buffer: (length + 1,) int64."""
     buffer, length = array.buffers()[1], len(array)
     if buffer is None or length == 0:
         return np.zeros(length + 1, np.int64)
@@ -309,7 +309,7 @@ def value_offsets(array: pa.Array) -> IntArray:
 
 
 def offsets_rise(array: pa.Array) -> bool:
-    """Whether no value of text or binaries with offsets ends before it begins."""
+    """Return whether the offsets of text or binaries never decrease."""
     return bool((np.diff(value_offsets(array)) >= 0).all())
 
 
@@ -341,7 +341,7 @@ def _is_temporal(kind: pa.DataType) -> bool:
 
 
 def is_file_struct(kind: pa.DataType) -> bool:
-    """Whether a struct is a file inside of a table (`.embedded`); where no file has a path, paths have no type."""
+    """Return whether a struct is a file embedded in a table (`.embedded`); if no file has a path, paths are untyped."""
     if {field.name for field in kind} != {"bytes", "path"} or kind.num_fields != 2:
         return False
     path = kind.field("path").type

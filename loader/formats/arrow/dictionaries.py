@@ -37,7 +37,7 @@ def dictionary_slices(arrays: list[pa.DictionaryArray], *, text: bool) -> BytesC
 
 
 def _bounds(values: pa.Array) -> tuple[IntArray, IntArray]:
-    """Where the values of large text or binaries begin, -1 for null, and end."""
+    """Starts, -1 for null, and ends of the values of large text or binaries."""
     buffer = values.buffers()[1]
     if buffer is None or not len(values):
         return np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)
@@ -48,7 +48,7 @@ def _bounds(values: pa.Array) -> tuple[IntArray, IntArray]:
 
 
 def is_shared_text(kind: pa.DataType) -> bool:
-    """Whether a type is a dictionary of text or binaries."""
+    """Return whether a type is a dictionary of text or binaries."""
     if not pt.is_dictionary(kind):
         return False
     value = kind.value_type

@@ -185,7 +185,7 @@ def _messages(data: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
 
 
 def _opened_bytes(data: memoryview) -> int:
-    """What the messages in ``data`` take decompressed, by what they state. Raises ValueError where that cannot be."""
+    """Bytes of the messages in ``data`` once decompressed, by their headers. Raises ValueError if that cannot be."""
     return sum(parse_message(metadata).opened_bytes(body) for metadata, body in _messages(data))
 
 

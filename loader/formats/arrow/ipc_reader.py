@@ -72,7 +72,7 @@ class IpcReader:
         return schema
 
     def _begins_otherwise(self) -> bool:
-        """Whether a whole file does not begin with a message: Polars writes the bare schema there."""
+        """Return whether a whole file begins with something else than a message: Polars writes its bare schema."""
         size = self._shard.size
         begin = bytes(self._read(_FILE_HEADER_BYTES, min(_FILE_HEADER_BYTES + 4, size)))
         return begin != CONTINUATION and bytes(self._read(size - len(FILE_MAGIC), size)) == FILE_MAGIC
@@ -132,7 +132,7 @@ class IpcReader:
             raise FormatError(self._shard.key, problem, offset=at)
 
     def _read_footer(self) -> tuple[int, memoryview]:
-        """Where a file's footer begins, and the footer."""
+        """Read a file's footer; returns its offset and its bytes."""
         size, key = self._shard.size, self._shard.key
         tail = self._read(max(0, size - _TRAILER_BYTES), size)
         if bytes(tail[4:]) != FILE_MAGIC:

@@ -41,7 +41,7 @@ class Message:
     buffers: tuple[tuple[int, int], ...] = ()
 
     def opened_bytes(self, body: memoryview) -> int:
-        """What the body's buffers take decompressed: each compressed one begins with its size, or with -1.
+        """Bytes of the body's buffers once decompressed: each compressed one begins with its size, or with -1.
 
         Raises ValueError where no codec could have made a buffer so small.
         """
@@ -56,7 +56,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class MessageBlock:
-    """Where a message lies: ``metadata_bytes`` (with the prefix) from ``offset``, then ``body_bytes``."""
+    """Position of a message: ``metadata_bytes`` (with the prefix) from ``offset``, then ``body_bytes``."""
 
     offset: int
     metadata_bytes: int
@@ -78,7 +78,7 @@ def metadata_length(prefix: bytes | memoryview) -> int:
 
 
 def body_bytes(metadata: memoryview) -> int:
-    """How long the body is that follows a message's metadata."""
+    """Length of the body that follows a message's metadata."""
     length = _root(metadata).number(3, "<q")
     if length < 0:
         raise ValueError(f"a message with a body of {length} bytes")
@@ -100,7 +100,7 @@ def parse_message(metadata: memoryview) -> Message:
 
 
 def _parse_records(kind: int, length: int, header: _Table) -> Message:
-    """What the table of a record batch says; a dictionary's values are one, too."""
+    """Parse the table of a record batch; the values of a dictionary are one, too."""
     rows = header.number(0, "<q")
     if rows < 0:
         raise ValueError(f"a record batch of {rows} rows")
@@ -116,7 +116,7 @@ def _parse_records(kind: int, length: int, header: _Table) -> Message:
 
 
 def holds_compressed(metadata: memoryview) -> bool:
-    """Whether a message's body is compressed: of a record batch, or of a dictionary's values."""
+    """Return whether a message's body, a record batch or a dictionary's values, is compressed."""
     table = _root(metadata)
     kind, header = table.number(1, "<B"), table.table(2)
     if kind == DICTIONARY and header is not None:
@@ -143,7 +143,7 @@ def refuse_inner_message(metadata: memoryview) -> None:
 
 
 def is_big_endian(schema_message: bytes) -> bool:
-    """Whether the values that follow a schema's message, with its prefix, have their highest byte first."""
+    """Return whether the values that follow a schema's message, with its prefix, are big-endian."""
     header = _root(memoryview(schema_message)[PREFIX_BYTES:]).table(2)
     return header is not None and header.number(0, "<h") == 1
 

@@ -38,7 +38,7 @@ from .parquet_pages import PAGE_HEADER_BYTES, read_dictionary_facts, repeats_val
 # Two wanted columns are read as one range where less than this lies between them. It is more than the 8 KiB of
 # pyarrow's own coalescing, so that its reads stay inside the parts.
 _GAP_BYTES = 64 << 10
-# Rows of a column inside of others, whose opened size nothing tells, are opened and counted so many at a time.
+# Rows of nested columns, whose opened size is not known before, are opened and counted this many at a time.
 _COUNTED_ROWS = 4096
 
 
@@ -252,7 +252,7 @@ class ParquetFormat(BaseFormat):
 
 @contextmanager
 def _explained(header: ParquetHeader) -> Iterator[None]:
-    """Say of nulls that the index does not know of whether an index would, or the shard's own footer denies them."""
+    """Explain nulls that the index does not know: a new index would, or the shard's own footer denies them."""
     try:
         yield
     except UntoldNullsError as exc:
@@ -341,5 +341,5 @@ def _holds_dictionary(kind: pa.DataType) -> bool:
 
 
 def _may_be_null(field: pa.Field) -> bool:
-    """Whether a schema lets values of a field be null, or those of its lists of one length."""
+    """Return whether a schema lets values of a field be null, or those of its lists of one length."""
     return field.nullable or (pt.is_fixed_size_list(field.type) and _may_be_null(field.type.value_field))

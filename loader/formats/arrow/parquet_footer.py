@@ -131,7 +131,7 @@ class _DatalessFile(SparseFile):
 
 
 def _check_footer(footer: pq.FileMetaData, shard: ObjectInfo, start: int) -> None:
-    """Have pyarrow look at every column of every row group in the one way that raises.
+    """Make pyarrow visit every column of every row group in the one way that raises.
 
     Its accessors (``row_group(i).column(j)``) end the process on a footer that is damaged within: they let a C++
     exception out of a function that promises none. Finding the ranges to pre-buffer visits the same parts, and catches.
@@ -154,10 +154,10 @@ def _check_footer(footer: pq.FileMetaData, shard: ObjectInfo, start: int) -> Non
 
 
 def _reaches_pages(footer: pq.FileMetaData, size: int) -> bool:
-    """Whether pyarrow, given zeros for data, finds nothing wrong before it comes to a page.
+    """Return whether pyarrow, given zeros for data, finds nothing wrong before it comes to a page.
 
-    A file in Python takes twice the CPU time, and waits for its turn among many threads. An error that is not known to
-    be a page's says nothing, so that other words in another pyarrow cost time alone.
+    A file object in Python takes twice the CPU time, and waits for the GIL among many threads. An error that is not
+    recognised as a page's proves nothing: if another pyarrow words it differently, that costs only time.
     """
     try:
         with pq.ParquetFile(pa.BufferReader(pa.py_buffer(_ZEROS[:size])), metadata=footer, pre_buffer=True) as file:
@@ -259,7 +259,7 @@ def value_width(kind: pq.ColumnSchema) -> int:
 
 
 def may_hold_nulls(footer: pq.FileMetaData, leaves: range) -> bool:
-    """Whether the footer leaves open that a column holds a null: it counts some, or does not count."""
+    """Return whether a column may hold nulls by the footer: it counts some, or does not count."""
     for index in range(footer.num_row_groups):
         group = footer.row_group(index)
         for leaf in leaves if group.num_rows else ():

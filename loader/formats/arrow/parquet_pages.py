@@ -1,4 +1,4 @@
-"""What a Parquet column's pages tell about its opened size that the footer does not: how much they repeat values."""
+"""Estimate from a Parquet column's pages how much they repeat values: the footer does not tell its opened size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_HEADER_BYTES = 64  # more than the fields of a dictionary page's header tha
 
 
 def repeats_values(column: pq.ColumnChunkMetaData, header: bytes) -> bool:
-    """Whether text or binaries take much less memory as indices into their dictionary than as values.
+    """Return whether text or binaries take much less memory as indices into their dictionary than as values.
 
     That is so where the column holds hardly anything but indices, or where its values, as long as the dictionary's on
     average, would take more than twice its pages. ``header`` begins with the header of the dictionary's page.

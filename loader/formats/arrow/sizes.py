@@ -1,4 +1,4 @@
-"""How many bytes each value of an Arrow array takes: what a sample's size is made of."""
+"""Sizes of the values of Arrow arrays in bytes, of which a sample's size is the sum."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _VIEW = np.dtype([("length", "<i4"), ("prefix", "<i4"), ("buffer", "<i4"), ("off
 
 
 def views_are_inside(array: pa.Array) -> bool:
-    """Whether all views of an array, also those of nulls and of arrays inside of it, stay inside of their buffers."""
+    """Return whether all views of an array, also those of nulls and of arrays inside it, stay inside their buffers."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return views_are_inside(array.storage)

@@ -212,7 +212,7 @@ def _parse(part: Lines, schema: pa.Schema | None) -> pa.Table:
 
 
 def _has_infinity(array: pa.Array) -> bool:
-    """Whether a float is infinite: spelled so, or an integer of hundreds of digits, which Arrow makes infinite."""
+    """Return whether a float is infinite: spelled so, or an integer of hundreds of digits, which Arrow overflows."""
     if pa.types.is_floating(array.type):
         return bool(np.isinf(array.to_numpy(zero_copy_only=False)).any())
     if pa.types.is_struct(array.type):
@@ -266,7 +266,7 @@ def _refuse_other_values(lines: Lines) -> None:
 
 
 def _depth(line: bytes) -> int:
-    """How deep a line nests; brackets in strings do not count."""
+    """Depth to which a line nests; brackets in strings do not count."""
     kinds = np.frombuffer(_STRING.sub(b"", line), np.uint8)
     kinds = kinds[(kinds & 0xD9) == 0x59] | 0x20
     return int(np.cumsum((kinds == 0x7B).astype(np.int64) - (kinds == 0x7D)).max(initial=0))

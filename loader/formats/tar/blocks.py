@@ -79,7 +79,7 @@ def _sizes(headers: ByteMatrix) -> IntArray:
 
 
 def _checksums_hold(headers: ByteMatrix) -> bool:
-    """Whether every header's bytes add up to the sum it states, in the notation that today's writers use."""
+    """Return whether every header's bytes add up to the sum it states, in the notation that today's writers use."""
     words = headers.view("<u8")
     # 128 bytes are added in each 16-bit lane: 128 * 255 < 2**16.
     lanes = ((words & _BYTE_LANES) + ((words >> np.uint64(8)) & _BYTE_LANES)).sum(axis=1, dtype=np.uint64)
@@ -151,9 +151,9 @@ def walk_headers(run: memoryview, shard: str, base: int) -> Chain:
 
 
 def _no_header(block: bytes, before: str, problem: Exception) -> str:
-    told = f"; the size of member '{before}' before it leads here" if before else ""
+    hint = f"; the size of member '{before}' before it leads here" if before else ""
     return (
-        f"expected a tar header, found {block[:16]!r}... ({problem}){told}. The shard is damaged or not a tar: fetch "
+        f"expected a tar header, found {block[:16]!r}... ({problem}){hint}. The shard is damaged or not a tar: fetch "
         "or write it again"
     )
 

@@ -41,7 +41,7 @@ class Census:
 
 @dataclass(slots=True)
 class _Ending:
-    """What is known of an archive once its last header was read."""
+    """Facts about an archive that are known once its last header was read."""
 
     members: int = 0  # that belong to no sample
     example: str = ""
@@ -174,7 +174,7 @@ def _join(tables: Sequence[MemberTable]) -> MemberTable:
 
 @dataclass(slots=True)
 class _Samples:
-    """The samples seen so far; the last one may go on in the next window.
+    """The samples seen so far; the last one may continue in the next window.
 
     Of each sample's key and fields a number is kept, (samples,) uint64 hashes and int64 bits, to find keys that come
     again: 16 bytes a sample of this archive.

@@ -188,7 +188,7 @@ def _tabulate(run: memoryview, chain: Chain, shard: str, base: int, *, whole: bo
 
 
 def _by_owner(texts: Mapping[int, bytes], blocks: IntArray, records: IntArray) -> dict[int, bytes]:
-    """What is known by the first extension header of a record, by all headers of that record."""
+    """Map headers to the texts of their records: a text belongs to the first extension header of its record."""
     by_block = {int(blocks[opened]): text for opened, text in texts.items()}
     return {i: by_block[r] for i, r in enumerate(records.tolist()) if r in by_block} if by_block else {}
 

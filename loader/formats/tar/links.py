@@ -102,7 +102,7 @@ def _insert_names(names: ByteMatrix, places: IntArray, texts: Sequence[bytes]) -
 
 
 def are_of_samples(links: Sequence[Link]) -> bool:
-    """Whether any of the links has the name of a sample's field."""
+    """Return whether any of the links has the name of a sample's field."""
     return any(find_field_dot(link.name) >= 0 for link in links)
 
 

@@ -50,7 +50,7 @@ class NameTable:
 
 
 def find_field_dot(name: bytes) -> int:
-    """Where the dot between key and field is: the first one of the base name that has something before it.
+    """Find the dot between key and field: the first one of the base name that has something before it.
 
     -1 for a member that is no part of a sample: no dot, or a top folder or file named ``__...__``. A base name that
     starts with a dot has the folder as its key, where the folder's name has no dot.

@@ -1,7 +1,7 @@
 """Goes through a small, plain archive header by header, in a fraction of the time that arrays take for a few rows.
 
 It knows the plainest form alone: regular files with POSIX headers and short names, cut into samples without a question,
-whole, and zeros at the end. Of anything else it says nothing, and the census, which explains what is wrong, is taken.
+whole, and zeros at the end. For anything else the caller takes the full census, which explains errors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .blocks import BLOCK
 from .census import Census
 from .names import RESERVED_FIELDS, find_field_dot
 
-# Up to about so many members a loop is faster than arrays.
+# Up to about this many members a loop is faster than arrays.
 MOST_MEMBERS = 32
 
 _REGULAR = (0, ord("0"))
@@ -20,7 +20,7 @@ _ENDS = (0, ord(" "))
 
 
 def take_small_census(archive: memoryview) -> Census | None:
-    """What ``take_census`` finds in a whole archive; None where it has many members, or is not of the plainest form."""
+    """Return the ``take_census`` of a whole archive; None if it has many members or is not of the plainest form."""
     starts: list[int] = []
     stops: list[int] = []
     every: set[str] = set()

@@ -81,7 +81,7 @@ class BucketedOrder(Order):
 
     @property
     def bucket(self) -> dict[str, Any]:
-        """What a state holds of it beside the plain order's fields."""
+        """Fields of a state beside those of the plain order."""
         return {"index": self.index, "costs": self.costs, "run": self.run, "pool": self.pool}
 
 
@@ -96,7 +96,7 @@ def add_buckets(
 def size_in_lanes(
     bucket: Bucket, lanes: int, *, global_batch_size: int, window_samples: float = 0.0
 ) -> tuple[int, int]:
-    """The run and the pool as offsets of each of so many lanes."""
+    """The run and the pool in offsets of one lane."""
     run = -(-(global_batch_size if bucket.run == "auto" else bucket.run) // lanes)
     if bucket.pool == "auto":
         runs = min(_MOST_RUNS, max(_FEWEST_RUNS, int(window_samples / run)))
@@ -105,7 +105,7 @@ def size_in_lanes(
 
 
 def count_open_chunks(order: Order, chunk_samples: float) -> int:
-    """How many chunks of so many samples each a lane keeps open at most: a window's, or those that a pool lies in."""
+    """Most chunks, of ``chunk_samples`` samples each, that a lane keeps open: a window's, or those of a pool."""
     if not isinstance(order, BucketedOrder):
         return order.window
     return order.window * (1 + math.ceil(order.pool / (order.window * chunk_samples)))

@@ -79,14 +79,14 @@ class StepBudget:
         return max(self.multiple, int(self.tokens / max(1.0, float(self.costs.values.mean()))))
 
     def count_fitting(self, numbers: IntArray) -> int:
-        """How many of some samples, from the first on, fit into a batch: a multiple of ``multiple``."""
+        """Count the samples, from the first on, that fit into a batch: a multiple of ``multiple``."""
         numbers = np.maximum(numbers, 1)
         ends = np.arange(self.multiple, len(numbers) + 1, self.multiple)
         reached = np.maximum.accumulate(numbers)[ends - 1] * ends if self.padded else np.cumsum(numbers)[ends - 1]
         return int(np.searchsorted(reached, self.tokens, side="right")) * self.multiple
 
     def holds(self, numbers: IntArray, *, more: int = 0) -> bool:
-        """Whether samples fit into one batch, with ``more`` rows that are as long as their longest."""
+        """Return whether samples fit into one batch, with ``more`` rows that are as long as their longest."""
         numbers = np.maximum(numbers, 1)
         longest = int(numbers.max())
         if not self.padded:

@@ -1,4 +1,4 @@
-"""What each sample costs: numbers of an index by sample id, and what a model of the work makes of them."""
+"""Costs of samples: the numbers of an index by sample id, and a model of the work that they stand for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CostValues = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 LARGEST = (1 << 32) - 1  # what an index holds at most for a sample
 DEFAULT_INDEX = "tokens"
-_FINENESS = 1024  # costs of a function that returns floats are whole numbers of so many parts of 1
+_FINENESS = 1024  # costs of a function that returns floats are rounded to 1 / 1024
 _MOST_COST = 1 << 53
 _TRIED = 64  # costs that a function is tried with, all at once and one by one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a sample costs, from an index that ``penstock index --cost`` wrote beside the manifest.
+    """Cost of a sample, from an index that ``penstock index --cost`` wrote beside the manifest.
 
     ``index`` is the name of the index, n what it says of a sample. ``model`` says what n costs: "linear" is n;
     "quadratic" is n + n² / (6 · ``hidden_size``), the work of a transformer's layers on a sequence of n tokens with
@@ -78,11 +78,11 @@ class SampleCosts:
     cost: Cost = Cost()
 
     def numbers(self, ids: IntArray) -> IntArray:
-        """What the index says of some samples: (n,) int64."""
+        """Look up samples in the index: (n,) int64."""
         return self.values[ids].astype(np.int64)
 
     def of(self, ids: IntArray) -> IntArray:
-        """What some samples cost, up to a factor: (n,) int64, at least 0.
+        """Costs of samples, up to a factor: (n,) int64, at least 0.
 
         Raises:
             ConfigError: the user's function returned something else than one cost a sample.
@@ -108,7 +108,7 @@ class SampleCosts:
             )
 
     def apply(self, numbers: IntArray) -> IntArray:
-        """What samples cost of which the index says ``numbers``, (n,) each. Raises ConfigError as ``of`` does."""
+        """Costs of samples whose entries in the index are ``numbers``, (n,) each. Raises ConfigError as ``of`` does."""
         model = self.cost.model
         if model == "linear":
             return numbers
@@ -146,6 +146,6 @@ def narrow_type(largest: int) -> np.dtype[Any]:
 
 
 def spread(parts: IntArray) -> float:
-    """How much the costliest of some parts costs beside their mean: 1.0 where all are equal, or cost nothing."""
+    """Ratio of the costliest part to the mean: 1.0 if all are equal, or cost nothing."""
     mean = float(parts.mean())
     return float(parts.max()) / mean if mean and math.isfinite(mean) else 1.0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def cut_by_cost(costs: IntArray | Sequence[int], world_size: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Where to cut samples of the given costs into ``world_size`` contiguous shares: world_size + 1 places, 0 to n.
+    """Cut samples of the given costs into ``world_size`` contiguous shares: world_size + 1 places, 0 to n.
 
     ``costs`` are whole numbers of at least 0. The shares of any two ranks differ by at most the largest cost, and no
     rank is without a sample where there are as many samples as ranks. That is as good as contiguous shares can be for

@@ -1,4 +1,4 @@
-"""What costs will do to a run: how uneven ranks are, how much is padding, and how often chunks are read."""
+"""Forecast what costs do to a run: how uneven ranks are, how much is padding, and how often chunks are read."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def forecast_costs(
 
 
 def count_reads(plan: EpochPlan, *, world_size: int, global_batch_size: int, costs: SampleCosts | None = None) -> float:
-    """How many times an epoch's chunks are read by all ranks together, on average; O(samples) time.
+    """Mean number of times that all ranks together read each chunk of an epoch; O(samples) time.
 
     Ranks' shares are equal, or cut by ``costs``. A rank reads a chunk once for each lane that it lies in, as it does
     where its memory holds the open windows.

@@ -1,4 +1,4 @@
-"""How the positions of an epoch are cut into global batches: by number, or under a budget of tokens."""
+"""Cut the positions of an epoch into global batches: by number, or under a budget of tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Steps(Protocol):
     """The global batches of one epoch, from any position on. Used by one thread."""
 
     def ahead(self, first: int, most: int) -> int:
-        """How many batches are left from position ``first`` on, or ``most`` if more are."""
+        """Count the batches left from position ``first`` on, up to ``most``."""
 
     def bounds(self, first: int, steps: int) -> IntArray:
-        """(steps + 1,) int64: the positions at which so many batches begin and end."""
+        """(steps + 1,) int64: the positions at which ``steps`` batches begin and end."""
 
     def count(self, first: int) -> int:
-        """How many batches are left from position ``first`` on."""
+        """Count the batches left from position ``first`` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class BudgetSteps:
         return np.array(found, np.int64)
 
     def _stop(self, first: int) -> int | None:
-        """Where the batch that begins at ``first`` ends; None if there is none."""
+        """Return the end of the batch that begins at ``first``; None if there is none."""
         left = self._num_samples - first
         if left <= 0:
             return None
@@ -130,7 +130,7 @@ def skip_steps(
     tell: Callable[[int, int, int], None] = lambda *_: None,
     tell_end: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[int, int]:
-    """Where ``count`` batches further is, as (epoch, consumed), through the ends of epochs.
+    """Skip ``count`` batches, through the ends of epochs; returns (epoch, consumed).
 
     ``steps_of`` gives an epoch's batches; ``tell`` gets the positions passed over as (epoch, start, stop). What "drop"
     drops is not among them; ``tell_end`` gets where it begins, or the epoch ends, as (epoch, position).

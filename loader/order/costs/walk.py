@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """What the index says of a window's samples, in the order of their offsets ``start`` to ``stop`` in the lane."""
+    """Entries of the index for a window's samples, in the order of their offsets ``start`` to ``stop`` in the lane."""
 
     index: int
     start: int
@@ -98,7 +98,7 @@ class CostCuts:
         self._walk = CostWalk(plan, costs)
 
     def of(self, bounds: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:
-        """Where consecutive global batches are cut, as of ``share_bounds``: (steps, world_size + 1) int64."""
+        """Cut consecutive global batches, as ``share_bounds`` does: (steps, world_size + 1) int64."""
         costs = self._costs.apply(self._walk.by_lane(bounds).astype(np.int64))
         edges = (bounds - bounds[0]).tolist()
         cuts = [cut_by_cost(costs[low:high], world_size, weights) for low, high in pairwise(edges)]

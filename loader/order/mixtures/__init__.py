@@ -1,1 +1,1 @@
-"""Several orders as one: how many of each source, and which."""
+"""Orders of several sources joined into one: the number of samples of each, and which."""

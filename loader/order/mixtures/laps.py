@@ -1,4 +1,4 @@
-"""Where sources of a mixture are whose epochs have numbers of outputs that only reading tells: by their own epochs."""
+"""Positions of a mixture's sources by their own epochs, whose numbers of outputs only reading tells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lap:
-    """So many ``outputs`` of ``epoch`` have been taken of a source; where it has no more, this is the next epoch's 0.
+    """Position in a source: ``outputs`` of ``epoch`` have been taken; at the epoch's end it is 0 of the next one.
 
     Its endless sequence is its epochs laid end to end, each in the order of ``outputs.py``, whose tail begins with the
     first position that a lane cannot fill. So a lap names the same place whatever the batches were that led there.
@@ -23,12 +23,12 @@ class Lap:
 
 
 def has_come_round(start: Lap, here: Lap) -> bool:
-    """Whether a source that was at ``start`` has since given as much as it has: it is there again, an epoch later."""
+    """Return whether a source has given a whole epoch since ``start``: it is at the same place, an epoch later."""
     return here >= Lap(start.epoch + 1, start.outputs)
 
 
 def is_over(stop: Stop, starts: Sequence[Lap], here: Sequence[Lap], last_weights: Sequence[float]) -> bool:
-    """Whether an epoch of a mixture that began at ``starts`` ends ``here``; see ``MixturePlan.steps_left``."""
+    """Return whether an epoch of a mixture that began at ``starts`` ends ``here``; see ``MixturePlan.steps_left``."""
     if stop == "never":
         return False
     round_ = [has_come_round(start, lap) for start, lap in zip(starts, here, strict=True)]

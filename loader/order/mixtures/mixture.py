@@ -1,7 +1,7 @@
 """Mixtures: how many samples each source gives to each global batch, and where a run of them ends an epoch.
 
 A source's samples form one endless sequence, its epochs laid end to end. A step takes the next few of each source, so
-that a source goes on where it was whatever becomes of the weights, and comes exactly once in each of its own epochs.
+that a source continues where it was, however weights change, and comes exactly once in each of its own epochs.
 
 How many is systematic sampling (Madow 1949): with shares w_k of a batch of G samples and their running sums W_k, source
 k gets floor(G W_k + u) - floor(G W_(k-1) + u), which is G w_k rounded down or up, whatever u is. Step i has u =
@@ -66,7 +66,7 @@ class WeightChange:
 class Cursor:
     """A place in a run of a mixture: samples and steps handed out before it, and the samples ``taken`` of each source.
 
-    ``steps`` only selects the rounding of a step's counts, so it may go on when the batch size or the weights change.
+    ``steps`` only selects the rounding of a step's counts, so it may keep counting when batch sizes or weights change.
     """
 
     position: int
@@ -160,7 +160,7 @@ class MixturePlan:
         return cursor
 
     def steps_left(self, start: Cursor, here: Cursor) -> int | None:
-        """How many steps an epoch that began at ``start`` has left at ``here``; None if it never ends.
+        """Count the steps that are left at ``here`` of an epoch that began at ``start``; None if it never ends.
 
         The last step of a run's first epoch is that by which the first source (or, "all_exhausted", each source that
         has a weight to the end) has given as many samples as it has. While weights stay as they are all epochs have as

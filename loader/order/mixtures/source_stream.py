@@ -1,4 +1,4 @@
-"""What a state has of a source of a mixture whose samples are dropped or packed: laps, and a cursor a lane."""
+"""State of a source of a mixture whose samples are dropped or packed: laps, and a cursor a lane."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SourceStream:
 
     @staticmethod
     def from_dict(state: Mapping[str, Any], *, name: str, lane_sizes: Any) -> SourceStream:
-        """Read what ``to_dict`` returned, of a source with lanes of so many inputs, (lanes,) int64.
+        """Read what ``to_dict`` returned, of a source whose lanes have these inputs, (lanes,) int64.
 
         Raises:
             StateMismatchError: it is damaged.

@@ -18,7 +18,7 @@ _PASS = "pass what DistributedDataLoader.state_dict() returned"
 
 @dataclass(frozen=True, kw_only=True)
 class SourceState:
-    """Where one source is: ``taken`` samples of its endless sequence, ``start`` of them before the mixture's epoch.
+    """State of one source: ``taken`` samples of its endless sequence, ``start`` of them before the mixture's epoch.
 
     ``fingerprint``, ``num_samples`` and ``selection`` say which samples one of its epochs has; ``seed``, ``window`` and
     ``piece`` are those of its order. ``stream``, of a source whose samples are dropped or packed: see ``SourceStream``.

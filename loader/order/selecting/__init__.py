@@ -1,1 +1,1 @@
-"""Which samples are in an epoch: all, a subset, or draws by weights."""
+"""Select the samples of an epoch: all, a subset, or draws by weights."""

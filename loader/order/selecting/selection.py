@@ -1,4 +1,4 @@
-"""What an epoch is made of where that is not all samples: a subset of them, or draws in proportion to weights.
+"""Selections of an epoch's samples: a subset, or draws in proportion to weights.
 
 A selection turns chunks into *parts*: rows of one chunk, whose number is known without looking at the rows, so that an
 order is arithmetic over parts as it is over whole chunks. The rows themselves are found when a window is opened.
@@ -40,7 +40,7 @@ def lay_rows(parts: Parts, chosen: IntArray) -> tuple[IntArray, IntArray]:
 
 
 class Selection:
-    """Which samples of chunks of ``chunk_samples`` rows, (chunks,) int64, an epoch has, and how often each.
+    """Selection of an epoch's samples, and how often each comes; chunks have ``chunk_samples`` rows, (chunks,) int64.
 
     Making one takes O(samples) time, more for a subset by count, and O(chunks) memory. ``counts``: (chunks,) int64, how
     many samples of each chunk are in the subset. An epoch has ``num_samples`` samples or draws.
@@ -66,11 +66,11 @@ class Selection:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether samples are drawn with replacement, so that one may come several times an epoch."""
+        """True if samples are drawn with replacement, so that one may come several times an epoch."""
         return self.weights is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """What the order depends on, as a state holds it."""
+        """Return the settings that the order depends on, as a state holds them."""
         return {
             **({"subset": self.subset.to_dict()} if self.subset is not None else {}),
             **({"weights": self.weights.digest} if self.weights is not None else {}),
@@ -78,7 +78,7 @@ class Selection:
 
     @property
     def members(self) -> list[int]:
-        """How many samples the subset has, and their lowest and highest random number."""
+        """Number of samples in the subset, and their lowest and highest random number."""
         return [int(self.counts.sum()), *(self._bounds or ())]
 
     def rows_of(self, chunk: int) -> IntArray:
@@ -178,7 +178,7 @@ class Selection:
 
 
 def _systematic(weights: IntArray, draws: int, key: int) -> IntArray:
-    """How often each of the weighted items is drawn, (items,) int64, with the sum ``draws``.
+    """Draw systematically: how often each weighted item comes, (items,) int64, with the sum ``draws``.
 
     Item i gets floor or ceil of draws * weights[i] / sum(weights), which is its mean over all keys; so does any run of
     consecutive items. Sums are of whole numbers, and all else is IEEE arithmetic by element: the same anywhere.

@@ -1,4 +1,4 @@
-"""A part of a data set's samples, told by a hash of their ids: for validation splits and for runs on less data.
+"""A part of a data set's samples, chosen by a hash of their ids: for validation splits and for runs on less data.
 
 Each sample id has a random number of 64 bits that depends on the subset's seed alone. A share is the samples whose
 number lies in a range of all numbers, a count those whose numbers are the lowest. So parts of one seed that do not
@@ -27,7 +27,7 @@ _ROUNDING = 1e-9  # how far the shares of a split may be from 1 together
 
 @dataclass(frozen=True, kw_only=True)
 class Subset:
-    """Which samples of a data set a loader delivers. Make it with ``share``, ``split`` or ``take``.
+    """Subset of a data set's samples that a loader delivers. Make it with ``share``, ``split`` or ``take``.
 
     ``unit`` "share": the samples whose random number, as a fraction of all, is from ``start`` to ``stop`` (exclusive).
     ``unit`` "count": those at places ``start`` to ``stop`` of all samples sorted by their numbers; None is the end.
@@ -129,11 +129,11 @@ class Subset:
         )
 
     def holds(self, start: int, stop: int, bounds: tuple[int, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Whether the samples from id ``start`` to ``stop`` belong to it, (stop - start,); ``bounds`` as of the set."""
+        """Mask of the samples from ``start`` to ``stop`` that belong to it, (stop - start,); ``bounds`` of the set."""
         return _within(random_numbers(start, stop, self._key), bounds)
 
     def holds_ids(self, ids: IntArray, bounds: tuple[int, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Whether the samples with these ids belong to it, (len(ids),)."""
+        """Mask of the samples with these ids that belong to it, (len(ids),)."""
         return _within(random_numbers_at(ids, self._key), bounds)
 
     @property

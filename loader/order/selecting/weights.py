@@ -1,4 +1,4 @@
-"""How much more often than others samples are drawn: one weight a sample, or one for all samples of a chunk."""
+"""Weights by which samples are drawn more often than others: one a sample, or one for all samples of a chunk."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What cannot be read, decoded or transformed: counted, recorded, replaced."""
+"""Samples and chunks that cannot be read, decoded or transformed: counted, recorded, replaced."""

@@ -62,15 +62,15 @@ class QuarantineFile:
             raise ConfigError(f"quarantine={os.fspath(folder)!r} cannot be written: {exc}") from exc
 
     def append(self, entry: Quarantined) -> None:
-        """Raises DatasetError where it cannot be written."""
-        told = {
+        """Append an entry. Raises DatasetError if it cannot be written."""
+        record = {
             **asdict(entry),
             "reason": entry.reason[:_MOST_REASON],
             "rank": self._rank,
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
             "fingerprint": self._fingerprint,
         }
-        line = json.dumps(told).encode() + b"\n"
+        line = json.dumps(record).encode() + b"\n"
         try:
             with self.path.open("ab", buffering=0) as file:
                 if file.write(line) != len(line):
@@ -84,7 +84,7 @@ def read_quarantine(
 ) -> list[Quarantined]:
     """The samples and chunks that files name, or all such files of folders, each once, in the order of their ids.
 
-    A last line that a kill cut short is passed over. With ``is_same`` they must be of this very index of the data.
+    A last line that a kill cut short is skipped. With ``is_same`` they must be of this very index of the data.
 
     Raises:
         ConfigError: a file cannot be read, is damaged, or is of another data set. ``argument`` is its name for users.
@@ -120,18 +120,18 @@ def _files(paths: Paths, argument: str) -> list[Path]:
     return files
 
 
-def _entry(told: Any, manifest: Manifest | None) -> Quarantined:
-    if not isinstance(told, Mapping):
+def _entry(line: Any, manifest: Manifest | None) -> Quarantined:
+    if not isinstance(line, Mapping):
         raise ValueError("not an object")
-    if manifest is not None and told["fingerprint"] != manifest.fingerprint:
+    if manifest is not None and line["fingerprint"] != manifest.fingerprint:
         raise ValueError(f"it is of another data set than {manifest.url}, or of one whose index has changed since")
     kinds = {"id": int, "samples": int, "shard": str, "offset": int, "step": str, "reason": str, "epoch": int}
-    wrong = [name for name, kind in kinds.items() if type(told[name]) is not kind]
-    if told["kind"] not in ("sample", "chunk") or wrong:
+    wrong = [name for name, kind in kinds.items() if type(line[name]) is not kind]
+    if line["kind"] not in ("sample", "chunk") or wrong:
         raise ValueError(f"{wrong or ['kind']} has a value of another type")
-    if told["id"] < 0 or (manifest is not None and told["id"] >= manifest.num_samples):
-        raise ValueError(f"there is no sample {told['id']}")
-    if told["kind"] == "sample" and type(told["number"]) is not int:
+    if line["id"] < 0 or (manifest is not None and line["id"] >= manifest.num_samples):
+        raise ValueError(f"there is no sample {line['id']}")
+    if line["kind"] == "sample" and type(line["number"]) is not int:
         raise ValueError("number has a value of another type")
-    fields: dict[str, Any] = {name: told.get(name) for name in Quarantined.__dataclass_fields__}
+    fields: dict[str, Any] = {name: line.get(name) for name in Quarantined.__dataclass_fields__}
     return Quarantined(**fields)

@@ -1,4 +1,4 @@
-"""What is said of a chunk that cannot be read, and which errors mean that it cannot."""
+"""Messages about chunks that cannot be read, and the errors that mean so."""
 
 from __future__ import annotations
 

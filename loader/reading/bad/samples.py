@@ -1,4 +1,4 @@
-"""The bad samples that one rank has met: counted against a limit, told to the user, and written down."""
+"""The bad samples that one rank has met: counted against a limit, reported to the user, and written down."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MOST_IN_A_ROW = 100
 
 
 class BadSampleWarning(UserWarning):
-    """A sample could not be decoded or transformed; another replaces it, or it is skipped. Told once a loader."""
+    """A sample could not be decoded or transformed; another replaces it, or it is skipped. Shown once per loader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How many samples of an epoch may be bad on a rank, and how users said so."""
+    """Limit of bad samples in an epoch on a rank, and how users wrote it."""
 
     samples: int
     shown: str

@@ -1,1 +1,1 @@
-"""Chunks of local files, mapped in place of read."""
+"""Chunks of local files, mapped instead of read."""

@@ -2,9 +2,9 @@
 
 Memory for a chunk that is new to the process costs more than all that is done with it: it is cleared page by page, then
 copied into. The pages of a mapping are those of the kernel's cache. They are checked and opened like any other bytes,
-and values are copied out when they are due. Until then the file must stay as it is, which its ETag tells before and
-after each look (`penstock.storage.memory.mapped`). So only what is copied by whoever asks for it is mapped: nothing
-that a format makes while it opens a chunk, and views only where users say that their files stay as they are.
+and values are copied out when they are due. Until then the file must not change, which its ETag shows before and after
+each copy (`penstock.storage.memory.mapped`). So only values that are copied when they are used are mapped: nothing that
+a format makes while it opens a chunk, and views only if users say that their files never change.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class MappedChunks:
         return self._store.map(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
 
     def guard(self, chunk: ChunkRef, block: Block, data: memoryview) -> Block | None:
-        """The block, whose values in ``data`` are taken with care; None where that is not possible, or does not pay.
+        """Guard the copies of a block's values in ``data``; None if that is impossible, or does not pay.
 
-        What the format has copied of it, such as small values, is that of the indexed file.
+        Values that the format has copied already, such as small ones, are those of the indexed file.
 
         Raises:
             ObjectChangedError, NotFoundError: the file is not as it was when it was indexed.
@@ -89,14 +89,14 @@ class MappedChunks:
 
 @dataclass(frozen=True, slots=True)
 class MappedArray(ArrayColumn):
-    """Rows in the pages of a file, to be copied by whoever is ``looking_at`` it."""
+    """Rows in the pages of a file; copied within ``looking_at``."""
 
     file: MappedFile = field(kw_only=True)
 
 
 @dataclass(frozen=True)
 class MappedColumn(BytesColumn):
-    """Values that lie in a mapped file, to be copied by ``take``, or by whoever is ``looking_at`` it."""
+    """Values that lie in a mapped file; copied by ``take``, or within ``looking_at``."""
 
     file: MappedFile = field(kw_only=True)
 

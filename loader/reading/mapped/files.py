@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ....storage import LocalStore
 
-# Of so many values in a row, more than a quarter were looked at in vain.
+# Values a decision: it does not pay if more than a quarter of them were copied in vain.
 _TRIALS = 256
 
 
 class Looks:
-    """Whether it pays to look at files in place of reading them. Any thread may call.
+    """Decision whether copying from mapped files pays, beside reading them. Any thread may call.
 
-    Mutable state: how many values were copied of late, how many of them in vain, and whether it pays no more. An update
-    that is lost between two threads matters to nothing.
+    Mutable state: how many values were copied of late, how many of them in vain, and whether it still pays. An update
+    that is lost between two threads does no harm.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Looks:
         self._count = self._in_vain = 0
 
     def note(self, values: int, in_vain: int) -> None:
-        """Of one look: those in vain waited for the disk, where what is read is not kept until it is due."""
+        """Count a copy of ``values``; those ``in_vain`` waited for the disk: pages are not kept until they are due."""
         self._count += values
         self._in_vain += in_vain
         if self._count >= _TRIALS:
@@ -51,9 +51,9 @@ class MappedFile:
 
 @contextmanager
 def looking_at(files: Collection[MappedFile], values: int, *, in_vain: int = 0) -> Iterator[None]:
-    """Copy so many values from the pages of files, which are those that were indexed before and after.
+    """Guard a copy of values from the pages of files: before and after it, the files are as they were indexed.
 
-    ``in_vain`` of the values would take less if they were read, as do those that wait for the disk.
+    ``in_vain`` of the ``values`` would take less time if they were read, as do those that wait for the disk.
 
     Raises:
         ObjectChangedError, NotFoundError: one of the files is not.

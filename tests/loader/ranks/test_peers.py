@@ -17,7 +17,7 @@ from torchrun import run_ranks
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError, LoaderClosedError, RankStoppedError
-from penstock.loader.ranks.incidents import TOLD_WITHIN_S
+from penstock.loader.ranks.incidents import KNOWN_WITHIN_S
 from penstock.storage import NotFoundError
 from penstock.storage.threads.interruptible import Thread
 
@@ -293,7 +293,7 @@ def test_where_loaders_fail_alike_each_rank_raises_its_own_error_at_once(group, 
     before = time.monotonic()
     with pytest.raises(ConfigError, match="batch_size=0") as caught:
         DistributedDataLoader(data, batch_size=0)
-    assert time.monotonic() - before < TOLD_WITHIN_S
+    assert time.monotonic() - before < KNOWN_WITHIN_S
     assert "rank 1 stopped: ChecksumError" in " ".join(caught.value.__notes__)
 
 
