@@ -33,13 +33,13 @@ _TRIES = 20
 
 
 def read_npy(data: memoryview) -> AnyArray:
-    """The array of a .npy. Raises DecodeError or ValueError where it is none, is cut off, or holds objects."""
+    """Read the array of a .npy. Raises DecodeError or ValueError where it is invalid, cut short, or holds objects."""
     usual = _read_usual(data)
     return _again(lambda: _read_any(data)) if usual is None else usual
 
 
 def _again(read: Callable[[], T]) -> T:
-    """What ``read`` returns, at its first call that ends without a SystemError.
+    """Call ``read`` again until it ends without a SystemError, and return its result.
 
     NumPy reads headers by Python's ``ast``. In some versions of Python, 3.11.7 among them, all threads share its count
     of depth, and a call that finds another's count there raises SystemError, which says nothing of the data.
@@ -56,7 +56,7 @@ def _read_any(data: memoryview) -> AnyArray:
 
 
 def _read_usual(data: memoryview) -> AnyArray | None:
-    """The array of a .npy of numbers as NumPy writes it; None where it is another, or not whole."""
+    """Read a .npy of numbers as NumPy writes it; None for any other, or one that is cut short."""
     found = _USUAL.match(data)
     if found is None or found.end() != 10 + int.from_bytes(found[1], "little"):
         return None
@@ -126,6 +126,6 @@ def _check_size(stream: IO[bytes], size: int) -> None:
 
 
 def _is_overflown(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype, or one inside of it, has so long a text that NumPy's count of its bytes fell below zero."""
+    """Return whether the text of a dtype, or of one inside it, is so long that NumPy's count of its bytes overflows."""
     parts = [dtype.base] if dtype.subdtype else [field[0] for field in (dtype.fields or {}).values()]
     return dtype.itemsize < 0 or any(map(_is_overflown, parts))

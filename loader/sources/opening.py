@@ -117,7 +117,7 @@ def _open(asked: AskedSource, reshaping: Reshaping | None, config: LoaderConfig,
 
 
 def _mark_alike(sources: Sequence[OpenSource]) -> None:
-    """Have a column's nulls marked by all sources, whatever their formats, if one delivers marks, as by all shards."""
+    """Have all sources mark a column's nulls, whatever their formats, if one delivers marks, as within shards."""
     marked = {
         name: shape
         for source in sources

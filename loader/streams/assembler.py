@@ -80,7 +80,7 @@ class StreamAssembler:
         is_logged: bool,
         counts: Sequence[Counters] = (),
     ) -> None:
-        """By source: ``orders``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
+        """Take, by source, ``orders``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
 
         ``kinds`` are those of single sources, in their order. ``last_batch``: None in a mixture.
         """
@@ -136,7 +136,7 @@ class StreamAssembler:
             at_once = 1 if end is not None else min(most, 2 * at_once)
 
     def _stream(self, number: int, taken: int) -> SourceStream:
-        """A source's stream, begun where the run is when it is first taken of."""
+        """Get a source's stream, begun where the run is when it is first taken of."""
         if number not in self._streams:
             lap, cursors = self._epochs.laps[number], self._epochs.cursors[number]
             stream = self._streams[number] = SourceStream(
@@ -172,9 +172,10 @@ class StreamAssembler:
     # -- agreeing -------------------------------------------------------------------------------------------------
 
     def _agree(self, at_once: int) -> Steps:
-        """The first of the next ``at_once`` steps, as many as all ranks know enough of to deal them; one or more.
+        """Agree on the first of the next ``at_once`` steps, as many as all ranks know enough of to deal them; one or
+        more.
 
-        Where nothing is left of an epoch they are none. Raises what keeps a source from filling the first one.
+        None are left at the end of an epoch. Raises the error that keeps a source from filling the first one.
         """
         taken = self._epochs.plan(2 * at_once)
         here: list[int] = taken[0].tolist()
@@ -243,7 +244,7 @@ class StreamAssembler:
         return True
 
     def _cut(self, taken: IntArray) -> Iterator[tuple[int, EpochSupply, IntArray]]:
-        """The epochs that steps take of. Alike on all ranks, which may have begun with sources in other orders."""
+        """Yield the epochs that steps take of, in the order of sources: alike on ranks that resumed differently."""
         for number in sorted(self._streams):
             for supply, positions in self._streams[number].cut(taken[:, number]):
                 yield number, supply, positions
@@ -257,7 +258,7 @@ class StreamAssembler:
         batch: UnfinishedBatch,
         nbytes: int,
     ) -> Delivery:
-        """A step's batch, with what it gives this rank and uses up."""
+        """Describe a step's batch: its samples on this rank, and the positions that it consumes."""
         passed_over = left = None
         if dropped is not None:
             rest, left = self._rest(steps.taken[step], steps.taken[step + 1])
@@ -277,7 +278,7 @@ class StreamAssembler:
         )
 
     def _end(self, steps: Steps) -> Delivery:
-        """The end of the epoch after some steps."""
+        """Make the end of the epoch after some steps."""
         stop = int(steps.bounds[-1])
         end = Delivery.end_of(steps.epoch, stop, stop)
         if len(steps) or not self._is_logged:
@@ -286,9 +287,9 @@ class StreamAssembler:
         return replace(end, dropped=dropped, left=left)
 
     def _rest(self, before: IntArray, after: IntArray) -> tuple[IntArray, IntArray | None]:
-        """What this rank accounts for at the ends of epochs between two steps: the inputs dropped, and those left over.
+        """Collect this rank's inputs at the ends of epochs between two steps: the inputs dropped, and those left over.
 
-        ``before`` and ``after`` (sources,) are outputs of the run. None are left over of a mixture.
+        ``before`` and ``after`` (sources,) are outputs of the run. A mixture has none left over.
         """
         dropped, left, is_end = [_NO_IDS], [_NO_IDS], False
         for number, stream in self._streams.items():
@@ -302,7 +303,7 @@ class StreamAssembler:
         return np.concatenate(dropped), np.concatenate(left) if is_end and not self._sources.is_mixed else None
 
     def _to_keys(self, dealt: Sequence[DealtIds], step: int) -> IntArray:
-        """The samples of a step as logs have them."""
+        """Make the log keys of a step's samples."""
         if not self._sources.is_mixed:
             return _join([by_step[step] for _, by_step in dealt])
         every = [(epoch, by_step[step]) for epoch, by_step in dealt]
@@ -356,7 +357,7 @@ def assemble_one(
     last_batch: str,
     is_logged: bool,
 ) -> StreamAssembler:
-    """The assembler of one data set."""
+    """Make the assembler of one data set."""
     [source], order = sources, start.order
     key, lanes = order_key(order), order.lanes
     cursors = Cursors.at_start(lanes) if start.cursors is None else start.cursors
@@ -388,7 +389,7 @@ def assemble_mixture(
     counts: Sequence[Counters],
     is_logged: bool,
 ) -> StreamAssembler:
-    """The assembler of a mixture, from ``place`` on."""
+    """Make the assembler of a mixture, from ``place`` on."""
     return StreamAssembler(
         equipment,
         share,

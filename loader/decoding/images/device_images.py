@@ -28,7 +28,7 @@ _MOST_SHRINKING = 8  # libjpeg decodes at an eighth then; the device would decod
 _EXIF_NAME_BYTES = 4
 # What says nothing of an image. Both are RuntimeErrors, as what a codec raises of one.
 _FATAL = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-_told: set[torch.device] = set()  # devices of which it was said that they refuse images
+_refusing: set[torch.device] = set()  # devices whose refusals were warned of
 
 
 class DeviceFallbackWarning(UserWarning):
@@ -54,7 +54,7 @@ class _Planned:
 
 
 def _copy_together(planned: Sequence[_Planned]) -> list[torch.Tensor]:
-    """The JPEGs in one piece of memory of their own."""
+    """Copy the JPEGs into one piece of memory."""
     sizes = [len(one.data) for one in planned]
     whole = np.empty(sum(sizes), np.uint8)
     room, at = whole.data, 0
@@ -199,15 +199,15 @@ class DeviceImages(BatchValues):
             self._pixels[_on_device(rows, self._pixels.device)] = pixels
 
     def _give_to_host(self, row: int, why: str) -> list[tuple[int, Exception]]:
-        """Have the CPU decode what the device refused: it decodes it, or says what is wrong with it."""
+        """Have the CPU decode an image that the device refused; return the error if it fails too."""
         planned = self._planned[row]
         try:
             self._on_host[row] = self._decode_on_host(planned.data, planned.plan, None)
         except (DecodeError, MemoryError) as exc:
             return [(row, self._explain(planned.data, exc))]
         device = self._codec.device
-        if device not in _told:
-            _told.add(device)
+        if device not in _refusing:
+            _refusing.add(device)
             warnings.warn(
                 f"a JPEG of {planned.plan.width}x{planned.plan.height} that the CPU can decode was refused on {device} "
                 f"({why}). It is decoded on the CPU, as are others like it; this is said once",
@@ -231,13 +231,13 @@ class DeviceImages(BatchValues):
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A tensor of them, for which the host does not wait."""
+    """Make a tensor of numbers on the device, without the host waiting."""
     made = torch.tensor(numbers)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def _cut(image: torch.Tensor, plan: ImagePlan, shape: tuple[int, int, int]) -> torch.Tensor:
-    """The plan's region of a (3, h, w) uint8 image, as (3, height, width) float32: bilinear, antialiased."""
+    """Cut the plan's region out of a (3, h, w) uint8 image, as (3, height, width) float32: bilinear, antialiased."""
     region = plan.region
     part = image[:, region.top : region.top + region.height, region.left : region.left + region.width]
     whole = part.unsqueeze(0).to(torch.float32)

@@ -1,4 +1,4 @@
-"""What is told of an image by its header, and refused by it before memory is taken."""
+"""Checks of an image's header, before memory is taken for its pixels."""
 
 from __future__ import annotations
 

@@ -18,14 +18,14 @@ from .call import Call
 
 
 def started(job: RowJob) -> Future[RowJob]:
-    """A job whose rows lie in no chunk."""
+    """Make a job whose rows lie in no chunk."""
     future: Future[RowJob] = Future()
     future.set_result(job)
     return future
 
 
 def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call[RowJob]]:
-    """Jobs of batches that follow each other: rows of all are copied when one is asked for, or its call begun.
+    """Make jobs of successive batches: the rows of all are copied when one is asked for, or its call begun.
 
     Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only while it is
     elsewhere. It is interrupted nowhere but in the loop's thread, which then closes the pipeline: nobody waits for the
@@ -57,7 +57,7 @@ def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call
 
 
 def start_together(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:
-    """Copy the rows of jobs that nobody has cancelled, none where the crew is stopped; on a thread of the pool."""
+    """Copy the rows of jobs that are not cancelled, none if the crew is stopped; on a thread of the pool."""
     if crew.is_stopped():
         for _, job in late:
             job.cancel()
@@ -65,7 +65,7 @@ def start_together(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], e
 
 
 def _start(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:
-    """Where copying all fails, job by job."""
+    """Start job by job, where copying all together fails."""
     since = time.perf_counter()
     try:
         copied = complete_all([rows for rows, _ in late], crew.memory)

@@ -31,7 +31,7 @@ class Channel:
     """
 
     def __init__(self, end: socket.socket, look: Callable[[], None] | None = None) -> None:
-        """``look`` is called each second in which nothing could be sent or received; what it raises ends the wait."""
+        """Wrap one end; ``look`` is called each second without progress, and an error that it raises ends the wait."""
         self._socket = end
         self._look = look
         if look is not None:
@@ -109,7 +109,7 @@ class Channel:
 
 
 def pack(message: Any) -> tuple[bytes, list[memoryview]]:
-    """A message's pickle, and the buffers of arrays (and of ``pickle.PickleBuffer``) beside it, without a copy."""
+    """Pickle a message, with the buffers of arrays (and of ``pickle.PickleBuffer``) beside it, without a copy."""
     out, buffers = BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(out, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(message)
     return out.getvalue(), [buffer.raw() for buffer in buffers]

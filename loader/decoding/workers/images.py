@@ -42,7 +42,7 @@ class ImageProcesses:
         self._lock = threading.Lock()
 
     def takes(self, task: RowTask, work: RowWork) -> bool:
-        """Whether the processes are to do ``work`` on ``task``; else the threads are."""
+        """Return whether the processes are to do ``work`` on ``task``; else the threads are."""
         decoders = task.encoded.values()
         is_ours = all(getattr(one, "is_own", False) for one in decoders) and any(one.is_image for one in decoders)
         if not is_ours or work.transform is not None or self._has_failed:
@@ -77,7 +77,7 @@ class ImageProcesses:
 
     @property
     def running(self) -> int:
-        """How many processes decode; 0 where the threads do."""
+        """The number of processes that decode; 0 where the threads do."""
         return self.pool.processes if self.pool.is_ready and not self._has_failed else 0
 
     def _begin(self) -> None:
@@ -103,7 +103,7 @@ class ImageProcesses:
             _pass_on(done, found)
 
     def _give_up(self, cause: BaseException) -> None:
-        """Leave it to the threads from now on."""
+        """Leave the images to the threads from now on."""
         with self._lock:
             is_first, self._has_failed = not self._has_failed, True
         if is_first and not self._is_closed:

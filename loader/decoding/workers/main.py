@@ -34,7 +34,7 @@ is_importing_main = False
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A worker's first message: how to find modules, and the pickled RowWork. ``main`` is for ``spawn.prepare``."""
+    """A worker's first message: the module search path, and the pickled RowWork. ``main`` is for ``spawn.prepare``."""
 
     main: Mapping[str, Any]
     work: bytes
@@ -79,7 +79,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Why the worker cannot work: the functions that it was sent cannot be found or unpickled here."""
+    """The reason that the worker cannot work: its functions cannot be found or unpickled here."""
 
     text: str
 
@@ -158,7 +158,7 @@ def _work(work: RowWork, job: Job, decoders: Mapping[str, FieldDecoder]) -> tupl
 
 
 def _first_unsendable(out: RowResults) -> int:
-    """The first row whose result cannot be pickled."""
+    """Find the first row whose result cannot be pickled."""
     for row, values in enumerate(out.samples or zip(*out.values.values(), strict=True)):
         try:
             pack(values)
