@@ -68,9 +68,9 @@ _OF_ONE_DATA_SET = {
 
 @dataclass(frozen=True, kw_only=True)
 class AskedSource:
-    """A data set as a loader is to open it, with all arguments that mean it.
+    """A data set that a loader opens, with all arguments that concern it.
 
-    ``name`` is the one that it has in a mixture, "" where it is read alone. ``subset`` and ``weights`` are checked once
+    ``name`` is its name in a mixture, "" where it is read alone. ``subset`` and ``weights`` are checked once
     its samples are known.
     """
 
@@ -239,7 +239,7 @@ class LoaderConfig:
 
     @property
     def drops(self) -> bool:
-        """Whether any source drops or packs samples, so that only reading tells what batches there are."""
+        """Return whether any source drops or packs samples, so that only reading determines the batches."""
         return self.on_error == "skip" or any(each.drops for each in self.sources)
 
     @property
@@ -248,7 +248,7 @@ class LoaderConfig:
 
     @property
     def maps_files(self) -> MappedReads:
-        """Whether values may be read from files when they are due: what is wrong with a chunk then ends the run."""
+        """The reads of mapped files that may wait until values are due: an error in a chunk then ends the run."""
         if self.errors.goes_on or self.errors.max_bad_chunks:
             return False
         return "views" if self.raw == "view" else True
@@ -278,7 +278,7 @@ class LoaderConfig:
         return tuple(AskedSource(name=name, given=source, subset=source.subset) for name, source in filled)
 
     def _read_reshaping(self) -> Reshaping | None:
-        """What a data set that is read alone drops or packs."""
+        """Read the arguments for dropping and packing in a data set that is read alone."""
         of = self.keep, self.may_drop, self.transform, self.packing, self.costs, self.on_error
         return Reshaping.of(*of)
 
@@ -290,7 +290,7 @@ class LoaderConfig:
         return resolve_cuda(self.device)
 
     def _open_codec(self, asked_processes: int) -> device_codec.DeviceCodec | None:
-        """The codec for decoders that ask for the device; None where none does."""
+        """Open the codec for decoders that ask for the device; None where none does."""
         named = self.decode.items() if isinstance(self.decode, Mapping) else ()
         fields = sorted(name for name, decoder in named if decodes_on_device(decoder))
         if not fields:
@@ -315,7 +315,7 @@ class LoaderConfig:
 
 
 def _read_reshaping(asked: AskedSource, packers: dict[int, Packer]) -> Reshaping | None:
-    """What a source of a mixture drops or packs. Sources with the same settings share a packer and its tokenizer."""
+    """Read a mixture source's arguments for dropping and packing. Equal settings share a packer and its tokenizer."""
     from ..packing.packer import Packer
 
     def open_packer(packing: Packing) -> Packer:

@@ -1,4 +1,4 @@
-"""What a loader, or a source of a mixture, is told to drop and to pack, and the work that follows from it."""
+"""The arguments for dropping and packing, of a loader or a source of a mixture, and the work that they ask for."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ FILTER = "filter"
 
 @dataclass(frozen=True, slots=True)
 class Reshaping:
-    """What changes the number of samples: ``sieve`` asks ``keep=``, with ``may_drop`` the transform may return None,
-    ``packer`` makes sequences of documents, and with ``skips`` bad samples are dropped; ``only_skips``: no others."""
+    """The operations that change the number of samples: keep, drop, pack and skip.
+
+    ``sieve`` asks ``keep=``, with ``may_drop`` the transform may return None, ``packer`` makes sequences of documents,
+    and with ``skips`` bad samples are dropped; ``only_skips``: no others.
+    """
 
     sieve: Sieve | None
     may_drop: bool
@@ -59,12 +62,12 @@ class Reshaping:
         given = {}
         if costs is not None:
             given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
-        told = [f"{name}=" for name, value in given.items() if value is not None]
-        if told:
+        named = [f"{name}=" for name, value in given.items() if value is not None]
+        if named:
             streams = {"keep=": keep is not None, "may_drop=True": may_drop, "packing=": packing is not None}
             streams["on_error='skip'"] = skips
             raise ConfigError(
-                f"{' and '.join(told)} with {next(name for name, is_given in streams.items() if is_given)}: costs are "
+                f"{' and '.join(named)} with {next(name for name, is_given in streams.items() if is_given)}: costs are "
                 "known of samples as they are stored, not of those that are left or of sequences; leave out one of the "
                 "two, or select by subset="
             )
@@ -112,7 +115,7 @@ class Reshaping:
 
     @property
     def asks_about_all(self) -> bool:
-        """Whether ``keep=`` is asked about whatever fields are delivered."""
+        """Return whether ``keep=`` is asked about whatever fields are delivered."""
         return self.sieve is not None and self.sieve.columns is None
 
     def columns_to_read(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
