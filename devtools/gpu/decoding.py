@@ -32,9 +32,9 @@ class Decoding:
 
 
 def run_decoding(asked: Decoding) -> dict[str, Any]:
-    """Rates by way: "cpu", and with "threads" alone; "device", and "bare" (whole images, neither cut nor resized).
+    """Measure rates by way: "cpu", and with "threads" alone; "device", and "bare"; "refused" if there is no codec.
 
-    "refused" if there is no codec.
+    The bare codec decodes whole images, neither cut nor resized.
     """
     device = torch.device(asked.device)
     result: dict[str, Any] = {
