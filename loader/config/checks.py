@@ -83,7 +83,7 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
     """Return the ``columns``. Refuse unknown fields, and decoders that would never be called.
 
     Raises:
-        ConfigError: names the fields, and those that there are.
+        ConfigError: names the unknown fields, and the known ones.
         FormatError: not all shards have one of the columns; names it and a shard.
     """
     fields = fields_of(manifest)

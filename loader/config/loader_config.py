@@ -225,7 +225,7 @@ class LoaderConfig:
             )
         )
         self._set(cache_bytes=parse_cache_limit(self.cache_dir, self.cache_limit))
-        if self.is_mixture:  # what is wrong with one source comes after what is wrong with the loader
+        if self.is_mixture:  # errors of one source come after those of the loader
             packers: dict[int, Packer] = {}
             self._set(reshapings=tuple(_read_reshaping(each, packers) for each in self.sources))
 
@@ -248,7 +248,7 @@ class LoaderConfig:
 
     @property
     def maps_files(self) -> MappedReads:
-        """The reads of mapped files that may wait until values are due: an error in a chunk then ends the run."""
+        """The values that may be read from mapped files only when due: an error in a chunk then ends the run."""
         if self.errors.goes_on or self.errors.max_bad_chunks:
             return False
         return "views" if self.raw == "view" else True

@@ -84,7 +84,7 @@ class Reshaping:
         )
 
     def columns_of_batches(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
-        """The ``columns`` that are decoded: of documents that are packed as they are read, what is packed.
+        """Choose the ``columns`` that are decoded: of documents that are packed as they are read, the packed ones.
 
         Raises:
             ConfigError: there is no such field, or it is not among ``columns``.
@@ -107,7 +107,7 @@ class Reshaping:
         return None if self.packer is None else (self.packer, self.packer.choose_unit(mean_row_bytes(manifest)))
 
     def kind_for(self, manifest: Manifest) -> dict[str, Any]:
-        """What a state tells of it, as far as states know: functions they cannot compare."""
+        """Describe it for a state, as far as states can: they cannot compare functions."""
         packing = self.packing_for(manifest)
         if packing is None:
             return {"kind": FILTER}
@@ -119,7 +119,7 @@ class Reshaping:
         return self.sieve is not None and self.sieve.columns is None
 
     def columns_to_read(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
-        """The decoded ``columns``, and those that ``keep=`` asks about. Raises ConfigError where one is unknown."""
+        """Choose the decoded ``columns``, and those that ``keep=`` needs. Raises ConfigError where one is unknown."""
         if self.sieve is not None and self.sieve.columns is None and self.packer is not None:
             return None  # keep= gets the whole sample
         asked = [] if self.sieve is None or self.sieve.columns is None else list(self.sieve.columns)

@@ -1,4 +1,4 @@
-"""NumPy's .npy and .npz, read within bounds: sizes that a header states are compared with what is there first."""
+"""NumPy's .npy and .npz, read within bounds: sizes in a header are first compared with the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_ARRAYS = 10_000
-# What the arrays of one archive may take together: this much, or this many times the archive, if that is more.
+# Limits of one archive's arrays together: this many bytes, or this many times the archive, if that is more.
 _MOST_BYTES, _MOST_RATIO = 1 << 30, 8
 _MOST_VALUE_BYTES = 1 << 20  # of a value of an empty array
 # The header that NumPy writes of numbers: magic, version 1.0, its length, then the text of a dict.
@@ -39,7 +39,7 @@ def read_npy(data: memoryview) -> AnyArray:
 
 
 def _again(read: Callable[[], T]) -> T:
-    """Call ``read`` again until it ends without a SystemError, and return its result.
+    """Call ``read``, again after a SystemError, and return its result.
 
     NumPy reads headers by Python's ``ast``. In some versions of Python, 3.11.7 among them, all threads share its count
     of depth, and a call that finds another's count there raises SystemError, which says nothing of the data.

@@ -297,7 +297,7 @@ def cancel_rows(job: Future[RowJob]) -> None:
 
 
 def are_rows_done(job: Future[RowJob]) -> bool:
-    """Return whether rows are done, but for what is made when their batch is asked for."""
+    """Return whether rows are done, except work left until their batch is asked for."""
     return isinstance(job, Call) or ((begun := _begun(job)) is not None and begun.is_done)
 
 

@@ -1,7 +1,7 @@
 """Reused memory for batches: fresh memory costs a page fault for each 4 KiB, more than filling it does.
 
 A block is lent as an array, until nothing refers to any view of it, or tensor on it (`penstock.storage.memory.leases`).
-Whoever keeps a batch keeps its block, and others are made instead. Where batches go to a device, blocks are pinned, so
+A kept batch keeps its block, and a new one is made instead. Where batches go to a device, blocks are pinned, so
 that the copies start from them.
 
 Mutable state: the free blocks and where pinned ones lie, under a lock, and the leases.
@@ -81,7 +81,7 @@ class BatchMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are kept and unused."""
+        """Bytes of blocks that are kept and unused."""
         with self._lock:
             self._settle()
             return self._free_bytes
@@ -108,7 +108,7 @@ class BatchMemory:
                 self._drop([block])
 
     def _forget_others(self, nbytes: int) -> None:
-        """Drop the blocks of all other sizes: what is lent now is of another size than it was. Holds the lock."""
+        """Drop the blocks of all other sizes, as the size that is lent has changed. Holds the lock."""
         kept = self._free.pop(nbytes, [])
         self._drop([block for blocks in self._free.values() for block in blocks])
         self._free = {nbytes: kept} if kept else {}

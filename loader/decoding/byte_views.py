@@ -59,7 +59,7 @@ class ByteViews:
     A view keeps its whole chunk in memory for as long as it lives, so keep ``to_bytes()`` or ``gather()`` of what is
     wanted for long. Slices are ``ByteViews`` too; equal bytes compare equal (``views[0] == b"..."``); pickling copies.
 
-    It has what a sequence has, but is no ``collections.abc.Sequence``: frameworks walk into those, down to each byte of
+    It has a sequence's methods but is no ``collections.abc.Sequence``: frameworks walk into those, down to each byte of
     a memoryview, which is one as well.
     """
 

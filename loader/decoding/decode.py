@@ -327,12 +327,12 @@ def check_decode(choice: DecodeChoice, raw: RawValues, processes: int = 0) -> No
 class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
-    ``are_images`` says of a field whose name tells nothing whether it holds images: the same on every rank, so not by
+    ``are_images`` says whether a field of any other name holds images: the same on every rank, so not by
     the values that happen to come first. ``of_columns``: fields are columns, whose types say what their values are;
-    their names tell of images, text, JSON and arrays alone.
+    their names only say whether they hold images, text, JSON or arrays.
     Decoders that ask for a device are given ``codec``; without one they decode on the CPU.
     With ``widens_on_device``, rows that are copied late stay as they are ``stored``, which is noted by field.
-    With ``raw`` "view", what is not decoded is handed out as views of chunks, and users' functions are given views.
+    With ``raw`` "view", undecoded values are handed out as views of chunks, and users' functions are given views.
 
     Raises:
         ConfigError: ``choice`` is none of what ``field_decoder`` takes, or ``raw`` is neither "bytes" nor "view".

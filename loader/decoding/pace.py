@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-# What a part costs is about a tenth: of a thread's a future and turns of the GIL, of a process's two messages.
+# The overhead of a part is about a tenth: a thread's future and turns of the GIL, or a process's two messages.
 THREADS_LEAST_S, PROCESSES_LEAST_S = 3e-4, 2e-3
 _SMOOTHING = 0.2
 _WAITS = 3.0  # times as long as all threads would wait for one another: then rows wait for something else

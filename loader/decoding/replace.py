@@ -191,7 +191,7 @@ def _place(row: int, task: RowTask, results: RowResults, its_task: RowTask, foun
     for name in [*results.values, *new]:
         there = found.values.get(name)
         given = results.values.get(name, [None] * len(task.ids))
-        # What is decoded together copies by itself: a copy made here would wait for all that this device has to do.
+        # Values decoded together copy by themselves: a copy made here would wait for all work queued on this device.
         value = None if there is None else there[0] if isinstance(given, BatchValues) else copy_value(there[0])
         if given is task.fields.get(name) and isinstance(given, np.ndarray | list):
             given = given.copy()  # what chunks share with batches is not to be changed

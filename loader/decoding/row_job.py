@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class RowCrew:
     """The workers that do ``work`` on rows: ``pool``'s threads, ``workers``, or ``images``, about ``parts`` at once.
 
-    Where bad samples are dropped, ``bad`` counts them. What is decoded into slots of a batch is so in ``memory``. Where
+    Where bad samples are dropped, ``bad`` counts them. Slots of a batch lie in ``memory``. Where
     not all rows are of one source, ``random_keys`` makes the ``keys`` of their ``RowTask``.
     """
 
@@ -89,7 +89,7 @@ class RowJob:
 
     @property
     def results(self) -> RowResults:
-        """Room for the results, and what is in it; any thread may ask.
+        """Get the room for the results, with those that are there; any thread may ask.
 
         It is made when it is first asked for: rows that wait for a thread have none, so that fewer batches take memory,
         and what the training loop is done with is used again sooner.

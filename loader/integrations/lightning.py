@@ -128,7 +128,7 @@ def _tell_lightning(trainer: Trainer, *, is_epochs_end: bool) -> None:
     loop: Any = trainer.fit_loop
     total, current = loop.epoch_progress.total, loop.epoch_progress.current
     if not current.ready or current.ready != current.processed:
-        return  # Lightning goes on in this epoch, if only to end it
+        return  # Lightning continues in this epoch, if only to end it
     for counts in (total, current):
         counts.processed = counts.completed = counts.ready - (0 if is_epochs_end else 1)
     if is_epochs_end:

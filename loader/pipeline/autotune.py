@@ -1,6 +1,6 @@
 """The next settings of a running pipeline, from its waits: a function of state and measurement alone.
 
-A change is a trial: what it was to speed up is measured before and after, and a change without gain is taken back and
+A change is a trial: its goal is measured before and after, and a change without gain is taken back and
 not tried again for a while, which doubles each time, or until batches come at quite another rate. So on constant input
 settings come to rest, and where something else becomes the limit they follow.
 """
@@ -23,9 +23,9 @@ _SPARE = 1.5  # threads that a stage keeps, relative to those that are busy
 _QUIET_TICKS = 5  # without waits, before threads are given back
 _BLAME_TICKS = 16  # after threads were given back, while waits are blamed on that
 _HOLD_TICKS, _LONGEST_HOLD = 32, 512
-_OTHER_RATE = 2.0  # times as fast, or as slow, as when a change was of no use: now it may be of use
+_OTHER_RATE = 2.0  # times as fast, or as slow, as when a change was useless: now it may help
 _SMOOTHING = 0.25  # of that rate: batches come in bursts
-_TRIAL_TICKS = 3  # one to settle, and two in which a change may show that it is of use
+_TRIAL_TICKS = 3  # one to settle, and two in which a change may show its gain
 _CHUNKS, _DECODING = "chunks", "decoding"
 _NAMES = {"fetch_threads": "fetch_threads", "decode_threads": "threads", "read_ahead_bytes": "read_ahead"}
 
@@ -157,7 +157,7 @@ def step(state: State, measured: Measured, bounds: Bounds) -> State:
     if state.trial is not None:
         seen = max(state.trial.seen, getattr(measured, state.trial.rate_name)) if state.trial.ticks else 0.0
         trial = replace(state.trial, ticks=state.trial.ticks + 1, seen=seen)
-        if trial.ticks == 1:  # what was fetched and decoded before the change is still handed out
+        if trial.ticks == 1:  # samples fetched and decoded before the change are still handed out
             return replace(state, trial=trial)
         if not _is_of_use(state.settings, trial, measured):
             return replace(state, trial=trial) if trial.ticks < _TRIAL_TICKS else _take_back(state, trial, measured)

@@ -29,7 +29,7 @@ class Delivery:
     ``logged`` is what an audit's log holds of these rows, where that is not their ids. Where samples are dropped:
     ``dropped`` are the ids of those that this rank passed over to get to its own, ``left`` of those that fill no batch;
     ``is_last`` that no batch follows in the epoch. ``replaced`` (n, 2): those of ``logged``, or else ``ids``, that are
-    bad, and what was delivered instead. ``laps``: where each source of a mixture is after it, where that is not
+    bad, and their substitutes. ``laps``: the place of each source of a mixture after it, where that is not
     arithmetic.
     """
 
@@ -70,7 +70,7 @@ class DeliveryQueue:
         self._error: BaseException | None = None
         self._interruption: BaseException | None = None
         self._closed = False
-        self._blocked: Delivery | None = None  # what the producing thread waits to put in
+        self._blocked: Delivery | None = None  # the delivery that the producing thread waits to put in
         self._changed = Condition()
 
     def limit(self, max_bytes: int) -> None:

@@ -7,7 +7,7 @@ device; the consumer's thread never waits.
 Why this is safe (see "CUDA semantics" in PyTorch's notes):
 
 - A slot is overwritten only after its last event has passed, so no copy still reads from it. Until then it also
-  refers to the tensors that are copied from where they are, so that nobody else is lent their memory.
+  refers to the tensors that are copied in place, so that their memory is lent to no other batch.
 - Device memory is allocated on the copy stream. The consumer's stream waits for the batch's event before it reads, and
   ``record_stream`` keeps the caching allocator from reusing the memory for a later copy until the consumer's stream is
   done with it, whenever the consumer drops the tensors.
@@ -179,8 +179,8 @@ class DeviceFeeder:
         lists, tuples, named tuples and dicts; dtype and strides (channels_last) are kept, and tensors with gaps or
         overlaps become contiguous. Everything else passes through unchanged; of tensors that are on the device already
         it is recorded that the consumer's stream uses them. ``ByteViews`` arrive as ``GatheredBytes``, and ``Stored``
-        tensors widened. The batch may be modified as soon as this returns, but for the tensors that ``is_pinned`` says
-        lie in memory of ``allocate``: nobody may write to these any more.
+        tensors widened. The batch may be modified as soon as this returns, except tensors that ``is_pinned`` says
+        lie in memory of ``allocate``: these must not be written to any more.
 
         Raises:
             LoaderClosedError: the feeder was closed.

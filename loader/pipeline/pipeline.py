@@ -267,7 +267,7 @@ class Pipeline:
             waited_s=self._waited_s + (0.0 if since is None else now - since),
             chunk_waited_s=chunk_waited_s,
             fetching_s=fetching_s,
-            # What processes do says nothing of the threads, which are what is tuned.
+            # The work of processes says nothing of the threads, which are tuned.
             decoding_s=totals.decode_s - (0.0 if self._maker.images is None else self._maker.images.busy_s),
             fetched_bytes=totals.fetched_bytes,
             decoded_rows=totals.decoded_rows,

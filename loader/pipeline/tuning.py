@@ -41,7 +41,7 @@ class MemoryLimitWarning(UserWarning):
 class TuningChoice:
     """The user's choices among the tunable settings; None where nothing was given.
 
-    ``autotune``: "auto" changes what was not given while the pipeline runs, True also what was, False nothing.
+    ``autotune``: "auto" changes settings not given while the pipeline runs, True also given ones, False none.
     ``cores`` are this rank's part of the node's.
     """
 
@@ -82,7 +82,7 @@ class TuningChoice:
 class PipelineOptions:
     """Limits of one rank's pipeline. Bytes are those of this process; ``span_bytes`` is gathered at once.
 
-    ``memory_limit_bytes`` is what no chunk may exceed by itself; ``header_budget_bytes`` is the part of
+    ``memory_limit_bytes`` is the most that a chunk may take by itself; ``header_budget_bytes`` is the part of
     ``chunk_budget_bytes`` that headers of shards may take. ``fetch_threads``, ``decode_threads`` and
     ``read_ahead_bytes`` are those to begin with. ``holds_windows``: the chunks of all open windows fit at once;
     ``has_spare``: twice as many would.

@@ -72,7 +72,7 @@ class BatchIterator(Iterator[BatchT]):
             self._is_asked = False
             if self._is_the_end(exc):
                 raise
-            # After an interrupt, too: what was taken out of the queue and not handed out is not lost.
+            # After an interrupt, too: a batch taken out of the queue but not handed out is not lost.
             saved, self._at = before
             sampler.restore(saved)
             run.resources.stop_pipeline()

@@ -1,4 +1,4 @@
-"""The pipe of a loader in words: one line a stage, with what was chosen, and why where the loader chose it."""
+"""The pipeline of a loader in words: one line a stage, with its settings, and why the loader chose them."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class DirectReader:
             loaded: Block | BaseException
             try:
                 loaded = self._loading[chunk].result()
-            except Exception as exc:  # noqa: BLE001 - whoever takes it decides what a bad chunk means
+            except Exception as exc:  # noqa: BLE001 - the caller decides how to treat a bad chunk
                 loaded = exc
             yield chunk, loaded
 

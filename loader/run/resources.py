@@ -112,7 +112,7 @@ class Resources:
             self.peers.check(self)
 
     def tell_peers(self, error: BaseException) -> None:
-        """Post an error that ends this rank's pass to the other ranks, but no interrupt, or that of a closed loader."""
+        """Post an error that ends this rank's pass to the other ranks, except interrupts and a closed loader's."""
         is_own_doing = isinstance(error, (LoaderClosedError, ForkedLoaderError)) or not isinstance(error, Exception)
         if self.peers is not None and not is_own_doing:
             self.peers.tell(self, error)
@@ -140,7 +140,7 @@ class Resources:
             return
         try:
             self.close()
-        except BaseException:  # an interrupt, which nobody will see: it is raised in a finalizer
+        except BaseException:  # an interrupt, which is lost: it is raised in a finalizer
             self._close_elsewhere()
             raise
 

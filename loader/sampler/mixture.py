@@ -321,7 +321,7 @@ class MixtureSchedule(Schedule):
             return float(taken / source.num_samples)
         assert self.unsized is not None
         lap = self.unsized.laps_at(*here)[number]
-        if lap.epoch:  # the epochs that are over tell about how many outputs one has
+        if lap.epoch:  # finished epochs give an estimate of the outputs of one
             return lap.epoch + min(lap.outputs * lap.epoch / (taken - lap.outputs), 0.999)
         ledger = self.unsized.find_ledger(number, 0)
         whole = None if ledger is None else ledger.estimate(lane_sizes(source.num_samples, self._order.lanes))

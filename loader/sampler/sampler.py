@@ -25,14 +25,14 @@ class MixtureChangedWarning(UserWarning):
 
 
 def ignore(epoch: int, start: int, stop: int) -> None:
-    """Report to nobody."""
+    """Ignore a report."""
 
 
 class Sampler:
     """The first sample of a run that has not been handed out.
 
     The first ``consumed`` positions of ``epoch`` have been handed out. Where no batch is left of an epoch, ``epoch``
-    stays what it is until the next one begins, so that it is the epoch of the last batch; ``upcoming`` tells where that
+    stays what it is until the next one begins, so that it is the epoch of the last batch; ``upcoming`` says where that
     next batch is. ``is_loaded`` says that no batch was handed out since a state was loaded, ``times_set`` how often an
     epoch was set. Used by the training loop's thread only.
     """

@@ -33,7 +33,7 @@ class State(Protocol):
 class Schedule(ABC):
     """The schedule of one data set, or of a mixture. Used by the training loop's thread only.
 
-    ``share`` is what is cut out of global batches. ``unsized`` knows what only reading tells; None where arithmetic
+    ``share`` is cut out of global batches. ``unsized`` holds the counts that only reading tells; None where arithmetic
     tells how many batches an epoch has.
     """
 

@@ -20,7 +20,7 @@ Laps = tuple[Lap, ...]  # of all sources
 class Unsized:
     """The places of a run's sources as its batches have shown them, beside the ranks' ``ledgers``.
 
-    ``kinds`` say what is done to each source's samples, as far as states know; empty where all are delivered.
+    ``kinds`` describe the dropping and packing of each source, as states do; empty where all samples are delivered.
     Mutable state: the laps of a mixture's sources at the beginnings of the epochs that are known, and here; of each
     source, the cursors that were asked for last; and whether the epoch ``has_ended``.
     """

@@ -64,7 +64,7 @@ def check_fields(sources: Sources, kinds: Sequence[Kind], maker: BatchMaker) -> 
 
     Raises:
         ConfigError: names a field that differs, and the sources.
-        What reading, decoding or transforming the samples raises.
+        The errors of reading, decoding or transforming the samples.
     """
     if sources.are_alike or (len(group_kinds(sources)) == 1 and len({_promise(source) for source in sources}) == 1):
         return
@@ -107,7 +107,7 @@ class _Value:
 
 def _promise(source: OpenSource) -> Any:
     types = tuple(sorted(_names(source).items()))
-    # Of what has no types the names are all that is known, and images are told by their extension.
+    # Of untyped fields only the names are known, and images are recognised by their extension.
     return source.manifest.format, types, tuple(sorted(map(str, source.manifest.config.items())))
 
 
@@ -128,7 +128,7 @@ def _first_fields(sources: Sources, number: int, kind: Kind, maker: BatchMaker) 
         keys = np.zeros((1, 3), np.uint64)
         if kind.may_drop:
             samples, failed = own.work(rows, 0, keys).samples()
-            if failed is not None or samples[0] is None:  # what it raised is raised again in its place
+            if failed is not None or samples[0] is None:  # its error is raised again in its place
                 continue
             batch = own.join([samples[0]], rows.ids, 1, 1).result()
         else:

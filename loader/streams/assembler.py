@@ -1,6 +1,6 @@
 """The assembler of streams: batches of one data set, or of a mixture, of which samples are dropped or packed.
 
-Only reading tells how many outputs a lane yields, so ranks tell each other::
+Only reading tells how many outputs a lane yields, so ranks exchange counts::
 
     lane            the samples of one lane, in the order of the plan (``EpochPlan``)
       |  read ahead and worked on window by window: ``LaneBuffers`` run a source's ``LaneTransform``
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ..sources.quarantine import Quarantine
     from ..sources.sources import Sources
 
-_STRIDE = 64  # steps' outputs that are passed by together, of what was handed out before
+_STRIDE = 64  # steps whose outputs, handed out before, are skipped together
 _AHEAD_AT_ONCE = 8
 _PATIENCE = 16  # spans for which a mixture keeps a lane of another rank that was needed
 _NO_IDS: IntArray = np.empty(0, np.int64)
@@ -60,7 +60,7 @@ OpenLedger = Callable[[int, int], EpochLedger]
 
 
 class StreamAssembler:
-    """Deals what the streams of all sources have agreed upon. Used by the pipeline's thread.
+    """Deals the outputs that all ranks have agreed upon, of all sources. Used by the pipeline's thread.
 
     Mutable state: a stream for each source that has been taken of, and where the run is (``epochs``).
     """
@@ -187,7 +187,7 @@ class StreamAssembler:
             stream.work(*goals[number])
 
         def settled(number: int) -> int:
-            # Where a source is now is known, whether or not other ranks have worked on what it gives to later steps.
+            # A source's place now is known, even before other ranks have worked on its outputs for later steps.
             return max(streams[number].settled, here[number])
 
         def lacking() -> list[int]:

@@ -76,7 +76,7 @@ class Dealer:
 
         ``parts``: the epochs that these are of, in the order of sources: the source's number, the epoch's supply, and
         (steps + 1,) positions in it. A step takes from each lane of each epoch its next outputs; these, sorted by
-        (lane, source, epoch), are cut into shares. Raises what reading raises.
+        (lane, source, epoch), are cut into shares. Raises the errors of reading.
         """
         steps, share, every = len(taken) - 1, self.share, list(parts)
         columns = np.stack([supply.ledger.taken_at_each(bounds) for _, supply, bounds in every], axis=-1)

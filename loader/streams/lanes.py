@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..ranks.ledger import EpochLedger
 
 _ROUNDS = 3  # that are worked on at once: while one is waited for, the threads have the next
-_MARGIN = 1.1  # what is asked for beyond the expected need
+_MARGIN = 1.1  # inputs requested, relative to the expected need
 _AHEAD_AT_ONCE = 8
 _MOST_ROWS = 1 << 16
 _SHOWN_IDS = 8
@@ -138,7 +138,7 @@ class LaneBuffer:
         self.found = self._found_before = outputs
         self.failed: Exception | None = None
         self.blocks: deque[LaneBlock] = deque()
-        self.ends: deque[LaneBlock] = deque()  # of what is only counted, the last blocks
+        self.ends: deque[LaneBlock] = deque()  # the last blocks of outputs that are only counted
         self._counted_from: int | None = None
         self._least_kept = 0
         self._room = Room(0)
@@ -255,7 +255,7 @@ class _Failed:
 class LaneBuffers:
     """Some lanes of an epoch, of which outputs are wanted. Used by the assembler thread alone.
 
-    ``spacing``: work may begin again every so many inputs of a lane; ``ledger`` gets the outcome there.
+    ``spacing``: the number of inputs of a lane between anchors, at which work may begin again; ``ledger`` gets these.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class LaneBuffers:
         self._sizes = lane_sizes(plan.num_samples, plan.order.lanes)
         self._opened: dict[int, int] = {}
         self._rounds: deque[_Round] = deque()
-        self.waiting: tuple[str, float] | None = None  # what is waited for, since this perf_counter()
+        self.waiting: tuple[str, float] | None = None  # the pending work that is waited for, since this perf_counter()
         self._horizon = 0.0  # outputs a lane, beyond those found, whose inputs have been requested
 
     def add(self, lane: int, offset: int, outputs: int, base: int = 0) -> LaneBuffer:
@@ -320,7 +320,7 @@ class LaneBuffers:
             self._settle(self._rounds.popleft())
 
     def _begin(self, targets: Mapping[int, int]) -> bool:
-        """Begin a round towards the targets, as large as expected to be needed; return whether one is left to begin."""
+        """Begin a round towards the targets, as large as expected to be needed; False if none is needed."""
         wanted: dict[int, float] = {}
         usual = self._usual_rate()
         for lane, most in targets.items():
@@ -407,7 +407,7 @@ class LaneBuffers:
             if reached < stop - start:
                 break
         if found.failed is not None:
-            if self._stopping.is_set():  # then what was under way may fail, and other ranks must not hear of it
+            if self._stopping.is_set():  # then pending work may fail, and other ranks must not hear of it
                 raise LoaderClosedError("the loader was closed while it worked on samples") from found.failed
             self.buffers[lane].failed = found.failed
             self._abandon()

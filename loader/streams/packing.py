@@ -53,7 +53,7 @@ class PackTransform:
         unit: int,
     ) -> None:
         self._equipment = equipment
-        is_read = equipment.maker.options.transform is None  # else the transform gets values as ever
+        is_read = equipment.maker.options.transform is None  # else the transform gets values as usual
         flat = packer.needed if is_read else ()
         self.reader = RowReader(equipment, quarantine, sieve, fields, by_units=True, flat=flat)
         self._packer = packer
@@ -248,7 +248,7 @@ class PackedBatch(UnfinishedBatch):
         except CancelledError as exc:
             raise LoaderClosedError("the loader was closed while a batch was being made") from exc
         batch, counted = made[self.place]
-        made[self.place] = None, []  # batches live as long as whoever took them wants
+        made[self.place] = None, []  # batches live as long as their user keeps them
         for counters, amounts in counted:
             counters.add(**amounts)
         return self.maker.finish(batch, self.num_rows)

@@ -1,6 +1,6 @@
 """One source's endless sequence of outputs: its epochs laid end to end, as far as all ranks know them.
 
-An epoch's order is rule 4 as long as every lane has the output that it asks for. What is then left of all lanes, its
+An epoch's order is rule 4 as long as every lane has the output that it asks for. The rest of all lanes, its
 *tail*, follows lane by lane. Where the tail begins, and how much of it is taken, is a ``TailRule``.
 """
 
@@ -28,7 +28,7 @@ MakeEpoch = Callable[[int, int, Cursors], EpochSupply]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailRule:
-    """The start of an epoch's tail: the first whole grain, after the run's first position, that a lane cannot fill.
+    """The start of an epoch's tail: the first grain, counted from the run's start, that some lane cannot fill.
 
     A source of a mixture has grains of 1, and all of its tail is taken: where the tail begins does not depend on
     batches, and the next epoch goes on in the same batch. A data set by itself has grains of a global batch, and
@@ -99,7 +99,7 @@ class RunningEpoch:
         return self.origin + (position - self.origin) // self.rule.grain * self.rule.grain
 
     def _is_blocked_before(self, position: int, tail_start: int) -> bool:
-        """Return whether an error, here or elsewhere, comes before a position, or before the tail's end."""
+        """Return whether an error of any rank comes before a position, or before the end of a tail from there on."""
         blocked, start = self.supply.ledger.blocked, self.tail_start
         return blocked is not None and (blocked[0] < position or (start is not None and start <= tail_start))
 
@@ -168,7 +168,7 @@ class SourceStream:
     def work(self, needed: int, ahead: int) -> None:
         """Work until the source's place after ``needed`` outputs is known, and beyond, to ``ahead``.
 
-        Does not wait for other ranks: ``look`` takes in what they find.
+        Does not wait for other ranks: ``look`` polls their outcomes.
 
         Raises:
             PartitionError: an epoch has nothing to give.

@@ -293,7 +293,7 @@ class RowReader:
             elif self._by_units:
                 for row in range(len(rows.ids)):
                     self._ask(sieve, rows.cut(row, row + 1))
-            raise  # else whoever asked about several asks about each
+            raise  # else the caller that asked about several asks about each
 
     def gather(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Rows:
         """Gather the rows of ``groups`` as batches have them, in the order of their targets. Raises where reading

@@ -50,5 +50,5 @@ def load_ahead(
 def _finished(chunk: int, future: Future[Block]) -> tuple[int, Block | Exception]:
     try:
         return chunk, future.result()
-    except Exception as exc:  # noqa: BLE001 - who asked decides what a bad chunk means
+    except Exception as exc:  # noqa: BLE001 - the caller decides how to treat a bad chunk
         return chunk, exc

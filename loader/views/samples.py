@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class SampleReader:
     """Reads one sample at a time: one chunk, of which one row is decoded and transformed. Any thread may call it.
 
-    ``decoders`` and ``work`` are asked for at each call, for what the running loader has settled on; what is settled
+    ``decoders`` and ``work`` are asked for at each call, for the running loader's settled choices; a choice settled
     here stays here. A bad sample is an error, whatever a pass does about it, as is one that is avoided. The only state
     is the chunk that was read last, so that neighbours are not fetched again.
     """

@@ -1,7 +1,7 @@
 """JPEGs to pixels on a CUDA device: the interface of batch decoders, and the one that torchcodec brings.
 
-nvJPEG's hardware engine does not wait for what is queued on the stream that it is given: it may write into memory that
-queued kernels still read (meta-pytorch/torchcodec#1634). So whoever calls ``decode`` first waits until the lane is
+nvJPEG's hardware engine does not wait for kernels queued on the stream that it is given: it may write into memory that
+these still read (meta-pytorch/torchcodec#1634). So callers of ``decode`` first wait until the lane is
 idle, and every lane is left idle.
 """
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from .device_codec import DeviceCodec, Wait
     from .images import ImageDecoder, ImagePlan
 
-# What lies on the device at once, by lane: bytes of whole and of resized images, and their number.
+# Limits of the images on the device at once, by lane: bytes of whole and of resized ones, and their number.
 _GROUP_BYTES = 256 << 20
 _GROUP_IMAGES = 128
 _MOST_SHRINKING = 8  # libjpeg decodes at an eighth then; the device would decode all of it
 _EXIF_NAME_BYTES = 4
-# What says nothing of an image. Both are RuntimeErrors, as what a codec raises of one.
+# Errors that no image causes. Both are RuntimeErrors, as are a codec's errors of an image.
 _FATAL = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 _refusing: set[torch.device] = set()  # devices whose refusals were warned of
 
@@ -69,7 +69,7 @@ class DeviceImages(BatchValues):
 
     ``prepare`` chooses region and flip by the sample's generator exactly as the decoder does on the CPU. All work is
     done on a lane of the codec's, and is over when ``decode`` returns, so that any stream may read the pixels then.
-    Rows that could not be decoded hold anything. ``explain`` makes an error of a field's bytes and what was raised.
+    Rows that failed hold arbitrary pixels. ``explain`` makes an error of a field's bytes and the exception.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DeviceImages(BatchValues):
         return failed
 
     def _upload(self) -> None:
-        """Copy what was decoded on the CPU."""
+        """Copy the images that the CPU decoded."""
         if self._on_host:
             rows = sorted(self._on_host)
             pixels = torch.from_numpy(np.stack([self._on_host[row] for row in rows]))
@@ -155,7 +155,7 @@ class DeviceImages(BatchValues):
 
     def _decode_group(self, rows: list[int], wait: Wait) -> list[tuple[int, Exception]]:
         streams = _copy_together([self._planned[row] for row in rows])
-        wait()  # see device_codec: what is queued may still read memory that the images are about to get
+        wait()  # see device_codec: queued kernels may still read memory that the images are about to get
         try:
             images = self._codec.decode(streams)
         except _FATAL:

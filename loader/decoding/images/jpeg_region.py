@@ -29,8 +29,8 @@ def decode_region(data: bytes | memoryview, height: int, width: int, region: Reg
 
     It must where the region is nearly all of it, where no library is found (see ``find_turbojpeg``), and where the
     JPEG is not of the most usual kind: baseline, YCbCr, in one scan, and with an end. (Libraries that are around have
-    known faults with other kinds.) Damage below the region is not seen. Any error and any warning of what is read
-    leaves it to the whole decoding to say what is wrong.
+    known faults with other kinds.) Damage below the region is not seen. After any error or warning,
+    the image is decoded whole, which reports the damage.
     """
     if height * width < _LEAST_PIXELS or region.height * region.width > _LARGEST_SHARE * height * width:
         return None

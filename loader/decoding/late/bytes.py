@@ -1,7 +1,7 @@
 """Values in mapped files that become objects when their batch is due; until then only their places are known.
 
-So no more of them are in memory than the training loop needs, and the next batch is made in what the last one left:
-memory that is new to a process costs several times what the copy into it costs.
+So memory holds only the values that the training loop needs, and the next batch reuses the last one's:
+memory that is new to a process costs several times the copy into it.
 """
 
 from __future__ import annotations

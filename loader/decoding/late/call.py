@@ -31,7 +31,7 @@ class Call(Future[T]):
                 pool.submit(self._make_once)
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result, or make it if no thread has begun. Raises what it raised, or CancelledError."""
+        """Wait for the result, or make it if no thread has begun. Raises the call's error, or CancelledError."""
         self._make_once()
         return super().result(timeout)
 

@@ -1,6 +1,6 @@
 """Rows of arrays that are copied when their batch is due, on a thread of the pool and into memory of the batch.
 
-Until then it is only known where they lie. What is copied goes through tiles that stay in a core's cache.
+Until then only their places are known. Copies go through tiles that stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_BYTES = np.iinfo(np.intp).max  # of an array
 
 
 class LateFields(Protocol):
-    """Some fields of n rows. ``nbytes`` is what they take once they are made.
+    """Some fields of n rows. ``nbytes`` is their size once they are made.
 
     ``is_mapped``: they lie in files, so that they need no memory before. ``at``: where rows of arrays lie; None of
     Python values.
@@ -243,7 +243,7 @@ class RowsOfSpan:
         """Find places in one array of rows that begins with the lowest source and spans all.
 
         Its rows overlap, so that one begins wherever one of a source does, and lie between the sources, too, where
-        memory may be anybody's: only those at the places may be read, while somebody holds the sources. None where it
+        memory may belong to others: only rows at the places may be read, while the sources are held. None where it
         would be larger than numpy allows.
         """
         starts: list[int] = [part.source.__array_interface__["data"][0] for part in self._parts]

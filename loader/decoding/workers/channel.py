@@ -27,7 +27,7 @@ LOOK_S = 1.0
 class Channel:
     """One end of a pair. Only one thread may send, and one receive, at a time.
 
-    What is received was pickled by this package in a process that it started; nothing from a data set is unpickled.
+    Received messages were pickled by this package in a process that it started; nothing from a data set is unpickled.
     """
 
     def __init__(self, end: socket.socket, look: Callable[[], None] | None = None) -> None:
@@ -98,7 +98,7 @@ class Channel:
             self._look()
 
     def let_go(self) -> None:
-        """Close this process's copy of the end, as a forked child does; the connection goes on."""
+        """Close this process's copy of the end, as a forked child does; the connection stays open."""
         self._socket.close()
 
     def close(self) -> None:

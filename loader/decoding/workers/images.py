@@ -94,10 +94,10 @@ class ImageProcesses:
         is_of_pool = error is not None and not isinstance(error, RowError)
         if error is not None and is_of_pool:
             self._give_up(error)
-        if is_of_pool and not self._is_closed:  # of an error that is not the pool's a thread tells again
+        if is_of_pool and not self._is_closed:  # a thread meets any error again that is not the pool's
             try:
                 by_threads().add_done_callback(partial(_pass_on, done))
-            except Exception as exc:  # noqa: BLE001 - told where the batch is waited for
+            except Exception as exc:  # noqa: BLE001 - raised where the batch is waited for
                 _end(done, exc)
         else:
             _pass_on(done, found)

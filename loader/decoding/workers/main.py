@@ -113,7 +113,7 @@ def _load(code: Code) -> RowWork | Unusable:
         spawn.prepare(code.main)
         is_importing_main = False
         work: RowWork = pickle.loads(code.work)
-    except BaseException as exc:  # noqa: BLE001 - told to the parent, which raises it
+    except BaseException as exc:  # noqa: BLE001 - sent to the parent, which raises it
         return Unusable(f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}")
     return work
 
@@ -124,7 +124,7 @@ def _serve(channel: Channel, work: RowWork) -> None:
         job: Job = channel.receive()
         try:
             decoders.update({name: pickle.loads(data) for name, data in job.new_decoders.items()})
-        except BaseException as exc:  # noqa: BLE001 - told to the parent, which raises it
+        except BaseException as exc:  # noqa: BLE001 - sent to the parent, which raises it
             channel.send(Unusable(f"decode=: {type(exc).__name__}: {exc}"))
             return
         channel.send_packed(*_work(work, job, decoders))
@@ -151,7 +151,7 @@ def _work(work: RowWork, job: Job, decoders: Mapping[str, FieldDecoder]) -> tupl
 
     try:
         return pack_done()
-    except Exception as exc:  # noqa: BLE001 - told to the parent, which raises it
+    except Exception as exc:  # noqa: BLE001 - sent to the parent, which raises it
         row = job.first_row + _first_unsendable(out)
         ended = Failed(row, "result", None, f"the result cannot be sent between processes: {exc}", "")
         return pack_done()

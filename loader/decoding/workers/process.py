@@ -20,7 +20,7 @@ _BOOTSTRAP = (
 )
 # A worker ends when its parent says so, whatever signals the group receives.
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM)
-# A process that was stopped, as by SIGSTOP, is waited for this long: whoever did it may continue it. Work has no limit.
+# A process that was stopped, as by SIGSTOP, is waited for this long, as it may be continued. Work has no limit.
 STOPPED_S = 60.0
 
 
@@ -46,9 +46,10 @@ class Worker:
             return False
 
     def _look(self) -> None:
-        """Check the process, each second that its thread waits; raises TimeoutError. A pause of this program adds none.
+        """Check the process, each second that its thread waits. A pause of this program does not count.
 
-        Raises EOFError where the process has ended: a child that was forked meanwhile may hold a copy of its end.
+        Raises TimeoutError where it stays suspended, and EOFError where it has ended: a child that was forked meanwhile
+        may hold a copy of its end.
         """
         if self.process.poll() is not None:
             raise EOFError("it has ended")
