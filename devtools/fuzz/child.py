@@ -18,7 +18,7 @@ from .mutation import MOST_BYTES, Mutator
 from .structured import strategies
 from .targets import TARGETS
 
-# What the file holds: cases so far, the length of the running one (0: none runs), and its bytes.
+# Contents of the file: cases so far, the length of the running one (0: none runs), and its bytes.
 _HEAD = struct.Struct("<QQ")
 # The fuzzer itself takes memory for each input that reached new lines: the limit is set anew after so many cases.
 _LIMITED_ANEW = 1024
@@ -49,7 +49,7 @@ class Stage:
 
 
 class Case:
-    """Runs one case after another, and keeps those that are wrong: a file of JSON each."""
+    """Runs one case after another, and keeps those with a fault: a file of JSON each."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._run = TARGETS[name].run
@@ -149,7 +149,7 @@ ENGINES: dict[str, Callable[[str, Case, int, float], None]] = {
 def main(engine: str, name: str, seed: str, seconds: str, folder: str) -> None:
     case = Case(name, Path(folder))
     with (Path(folder) / "log").open("w") as log:
-        # What a first case imports and caches is not an allocation of any.
+        # Imports and caches of the first case are no allocations of any.
         for data in TARGETS[name].seeds():
             judge(TARGETS[name].run, data)
         limit_process(log)

@@ -37,7 +37,7 @@ def limit_process(log: IO[str]) -> None:
 
 
 def limit_memory() -> None:
-    """Bound this process's memory beyond what is mapped now."""
+    """Bound this process's memory beyond its present mappings."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.RLIM_INFINITY))
 

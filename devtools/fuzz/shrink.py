@@ -19,7 +19,7 @@ def fault_of(name: str, data: bytes) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder, "answer"), Path(folder, "log")
         child = os.fork()
-        if child == 0:  # the first case imports what it needs, which is no allocation of its own
+        if child == 0:  # the first case imports modules, which is no allocation of its own
             try:
                 for seed in TARGETS[name].seeds():
                     judge(TARGETS[name].run, seed)

@@ -16,7 +16,7 @@ from .child import CORPUS, Stage, keep_finding
 from .limits import describe_exit
 from .structured import strategies
 
-# An engine whose children die this often has found what it will find.
+# An engine whose children die this often will find no more.
 _MOST_DEATHS = 40
 _PATIENCE_S = 180.0
 _NEEDED = {"cover": "atheris", "structured": "hypothesis"}

@@ -17,7 +17,7 @@ from penstock.loader import ConfigError, DistributedDataLoader, ImageDecoder
 from penstock.loader.decoding.images import device_codec
 from penstock.storage import PenstockError
 
-_WARM_STEPS, _WARM_S = 3, 3.0  # what a loader starts later is there then
+_WARM_STEPS, _WARM_S = 3, 3.0  # threads and processes that a loader starts later are there then
 _BARE_IMAGES = 128
 
 

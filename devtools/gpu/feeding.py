@@ -166,7 +166,7 @@ def main() -> None:
     result_path = Path(*take_arguments("RESULT", "python -m devtools gpu"))
     asked = json.loads(sys.stdin.read())
     kind = asked.pop("kind")
-    os.dup2(2, 1)  # what a peer prints is no result
+    os.dup2(2, 1)  # a peer's prints are no result
     try:
         run, kind_of = _RUNS[kind]
         result: dict[str, Any] = run(kind_of(**asked))

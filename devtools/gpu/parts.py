@@ -39,7 +39,7 @@ LIMIT, ALONE = "no loader", "nothing"
 _CASES: Mapping[str, tuple[Model, int]] = {"images": ("resnet50", 256), "tokens": ("gpt", 16)}
 _SMALL_ROWS = {"images": 4, "tokens": 1}
 _COPIED_ROWS = 1024
-# A third of what a core decodes in this time, at about 700 images a second.
+# A third of the images that a core decodes in this time, at about 700 a second.
 _FED_IMAGES_A_CORE, _PERIOD_S = 12, 0.05
 _PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns, where it is installed; here an error
 _MARK = "mark.gpu"

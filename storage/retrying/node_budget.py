@@ -163,7 +163,7 @@ class NodeBudget:
             self._leave()
 
     def cut(self, own_limit: float) -> None:
-        """Halve the number of places, unless somebody did so a moment ago.
+        """Halve the number of places, unless another process did so a moment ago.
 
         ``own_limit``: how many requests this process may run; more places than all processes use are none.
         """
@@ -177,7 +177,7 @@ class NodeBudget:
         self._seen_cut_at = self._cut_at
 
     def grow(self) -> None:
-        """Add a place, unless somebody did so a moment ago; called after a round of ``limit`` successes."""
+        """Add a place, unless another process did so a moment ago; called after a round of ``limit`` successes."""
 
         def add(now: float) -> None:
             if abs(now - self._changed_at) >= GROW_S:

@@ -54,7 +54,7 @@ class Feed:
     def expect(
         self, length: int | None, check_end: Callable[[int, int], None], leaves_steps: Callable[[int, int], bool]
     ) -> None:
-        """Expect so many batches of an epoch.
+        """Expect ``length`` batches in each epoch; None: the ranks may end apart.
 
         ``check_end`` gets the number given, and the length, where there were fewer and ``leaves_steps`` says so
         of the epoch and of the batches that are there for a step.

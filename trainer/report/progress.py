@@ -62,7 +62,7 @@ class Progress(Counts):
     def judge_by(self, metric: str, good_end: str | None) -> str | None:
         """Judge by a metric from now on; forget the best of another one, and return a note of it."""
         before, self.judged_by, self.good_end = (self.judged_by, self.good_end), metric, good_end
-        is_known = before != (None, None)  # states of older releases do not tell
+        is_known = before != (None, None)  # states of older releases lack it
         if not is_known or before == (metric, good_end) or (self.best is None and not self.evaluations_without_better):
             return None
         best = "" if self.best is None else f", {self.best} of step {self.best_step},"
