@@ -69,7 +69,7 @@ class KindRows:
         )
 
     def pick(self, indices: Sequence[int]) -> KindRows:
-        """As ``Rows.pick``."""
+        """Pick rows as ``Rows.pick`` does."""
         picked = np.asarray(indices, np.int64)
         where = tuple(np.flatnonzero(np.isin(picked, of_kind)) for of_kind in self.where)
         places = [np.searchsorted(of_kind, picked[own]) for of_kind, own in zip(self.where, where, strict=True)]

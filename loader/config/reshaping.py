@@ -49,7 +49,7 @@ class Reshaping:
         *,
         open_packer: Callable[[Packing], Packer] | None = None,
     ) -> Reshaping | None:
-        """None where every sample is delivered. Raises ConfigError where the arguments do not fit each other."""
+        """Read the arguments; None where every sample is delivered. Raises ConfigError where they conflict."""
         if not isinstance(may_drop, bool):
             raise ConfigError(f"may_drop={may_drop!r}: must be True or False")
         if may_drop and transform is None:
@@ -103,7 +103,7 @@ class Reshaping:
         return needed
 
     def packing_for(self, manifest: Manifest) -> tuple[Packer, int] | None:
-        """The packer, and how many samples it packs together."""
+        """Get the packer, and the number of samples that it packs together."""
         return None if self.packer is None else (self.packer, self.packer.choose_unit(mean_row_bytes(manifest)))
 
     def kind_for(self, manifest: Manifest) -> dict[str, Any]:
@@ -135,5 +135,5 @@ class Reshaping:
 
 
 def fields_of_rows(manifest: Manifest, columns: Sequence[str] | None) -> Collection[str] | None:
-    """What rows consist of whose decoded columns are ``columns``, as where nothing is dropped; None for all fields."""
+    """List the fields of rows whose decoded columns are ``columns``, without drops; None for all fields."""
     return None if columns is None else names_read(columns, manifest.fields)

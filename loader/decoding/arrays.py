@@ -70,7 +70,7 @@ def _read_usual(data: memoryview) -> AnyArray | None:
 
 
 def read_npz(data: memoryview) -> dict[str, Any]:
-    """The arrays of a .npz by name; members that are no .npy as bytes.
+    """Read the arrays of a .npz by name; members that are no .npy as bytes.
 
     Raises:
         DecodeError: it is none, or its arrays are too many or too large together.

@@ -332,7 +332,7 @@ class JoinedBatch(UnfinishedBatch):
 
 
 def _gather_views(values: Any) -> Any:
-    """A field's views as one value again, where a transform left them as they were."""
+    """Join a field's views into one value again, where a transform left them as they were."""
     kinds = set(map(type, values)) if isinstance(values, list) else set()
     are_views = memoryview in kinds and kinds <= {memoryview, type(None)}
     return ByteViews(values) if are_views and all(v is None or _is_plain(v) for v in values) else values

@@ -27,11 +27,11 @@ class BatchValues(ABC):
 
     @abstractmethod
     def tensor(self) -> Any:
-        """All values as one tensor of the decoder's shape, (n, ...)."""
+        """Get all values as one tensor of the decoder's shape, (n, ...)."""
 
     @abstractmethod
     def __getitem__(self, row: int) -> Any:
-        """The value of a row."""
+        """Get the value of a row."""
 
     @abstractmethod
     def __setitem__(self, row: int, value: Any) -> None:

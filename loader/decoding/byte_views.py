@@ -238,7 +238,7 @@ class ViewsOfSpan:
 
 
 def take_views(column: BytesColumn, rows: IntArray, lend: Lend | None) -> list[memoryview | None]:
-    """The values of ``rows`` for decoders: views where the chunk may be lent, else copies."""
+    """Take the values of ``rows`` for decoders: views where the chunk may be lent, else copies."""
     lent = _lend(column, lend)
     if lent is None:
         return column.copies(rows)

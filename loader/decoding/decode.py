@@ -358,7 +358,7 @@ class FieldDecoders:
         return copied
 
     def on_host(self) -> FieldDecoders:
-        """A copy that decodes on the CPU."""
+        """Copy the decoders, to decode on the CPU."""
         copied = self.copy()
         copied.codec = None
         for name, decoder in self.settled.items():

@@ -196,7 +196,7 @@ class RowJob:
         return {n: _collate(of_field, is_image=n in images) for n, of_field in self.results.values.items()}
 
     def columns(self) -> dict[str, Any]:
-        """As ``fields``, for a batch that also has other rows: values that are not arrays stay as samples have them."""
+        """Get the values as ``fields`` does, for a batch that also has other rows: non-arrays stay as in samples."""
         images = self._images
         return {
             n: _in_layout(of_field, is_image=n in images)

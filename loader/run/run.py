@@ -245,7 +245,7 @@ class Run:
     # -- pipelines ----------------------------------------------------------------------------------------------------
 
     def running(self) -> Pipeline | None:
-        """The running pipeline, if there is one."""
+        """Get the running pipeline, if there is one."""
         self.resources.check_open()
         pipeline = self.resources.pipeline
         if pipeline is not None and pipeline.is_stopped:  # an interrupt came before it was forgotten

@@ -156,7 +156,7 @@ class QuarantineOfSource:
         self._first_id = first_id
 
     def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
-        """As ``Quarantine.replace``."""
+        """Replace rows as ``Quarantine.replace`` does."""
         joint = replace(group, chunk=group.chunk + self._first_chunk)
         other, block = self._of_all.replace(joint, error, epoch)
         stands_for = None if other.stands_for is None else other.stands_for - self._first_id

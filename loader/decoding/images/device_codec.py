@@ -83,7 +83,7 @@ def _wait_for(stream: torch.cuda.Stream) -> None:
 
 
 def open_codec(device: torch.device | None) -> DeviceCodec:
-    """The codec of a loader's device; one a process and device.
+    """Open the codec of a loader's device; one a process and device.
 
     Raises:
         ConfigError: the loader hands out batches in host memory, or nothing here decodes JPEGs on the device; says what

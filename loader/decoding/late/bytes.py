@@ -60,7 +60,7 @@ class LateBytes:
         return {self.name: values}
 
     def mapped(self) -> list[MappedFile]:
-        """The files that values are copied from."""
+        """List the files that values are copied from."""
         return [self.columns[i].file for i in set(self.origins.tolist()) if i >= 0]
 
 

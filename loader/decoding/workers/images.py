@@ -62,7 +62,7 @@ class ImageProcesses:
         is_stopped: Callable[[], bool],
         by_threads: Callable[[], futures.Future[None]],
     ) -> Future[None]:
-        """As ``WorkerPool.submit``; where a process ends, what ``by_threads`` starts does the work."""
+        """Submit a task as to ``WorkerPool``; if a process ends, the work that ``by_threads`` starts replaces it."""
 
         def place_and_count(results: RowResults, busy_s: float) -> None:
             place(results, busy_s)
