@@ -104,8 +104,7 @@ class LookAhead:
         return planned < self._ahead.most and epochs < self._ahead.epochs and self._reader.has_room
 
     def _request_first(self, span: Span) -> None:
-        """Request the chunks of the span that the training loop waits for: the first as each window opens, the others
-        last.
+        """Request the chunks of the span that the loop waits for: each window's once that is open, the others last.
 
         Its rows are gathered lane by lane, and windows are opened in that order.
         """

@@ -145,8 +145,7 @@ class ByteViews:
         return [None if value is None else value.tobytes() for value in self]
 
     def gather(self) -> GatheredBytes:
-        """Copy all bytes into one tensor with int64 offsets: keeps no chunk alive, and copies large values without the
-        GIL.
+        """Copy all bytes into one tensor with int64 offsets: keeps no chunk alive; large copies release the GIL.
 
         Raises:
             ConfigError: a value is longer than 2 GiB.

@@ -137,8 +137,7 @@ R = TypeVar("R", bound=CanCut)
 
 
 def cut_step(rows: R, span: Span, step: int, share: Share) -> tuple[R, int, int]:
-    """Cut one step's rows out of a span, repeated where the batch is padded; return also the batch's rows, and the
-    valid ones.
+    """Cut one step's rows out of a span, repeated where the batch is padded; count the batch's, and the valid ones.
 
     A step without rows gets a copy of one of another's, of which none makes the batch: a transform shows its fields by
     it.

@@ -52,8 +52,7 @@ class Quarantine:
         return Quarantine(sources, self._limit, counts=False)
 
     def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
-        """Replace the rows of a chunk that failed with ``error`` by another's; raises ``error`` if it is not the
-        data's.
+        """Replace a chunk's rows, which failed with ``error``, by another chunk's; raise an ``error`` not of the data.
 
         Without an ``epoch`` their samples are not counted, as they have been already.
 

@@ -172,8 +172,7 @@ class StreamAssembler:
     # -- agreeing -------------------------------------------------------------------------------------------------
 
     def _agree(self, at_once: int) -> Steps:
-        """Agree on the first of the next ``at_once`` steps, as many as all ranks know enough of to deal them; one or
-        more.
+        """Agree on the next steps, at most ``at_once``, that all ranks know enough of to deal; at least one.
 
         None are left at the end of an epoch. Raises the error that keeps a source from filling the first one.
         """

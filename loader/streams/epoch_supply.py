@@ -87,8 +87,7 @@ class EpochSupply:
     # -- ahead of need --------------------------------------------------------------------------------------------
 
     def reach(self, goal: int, ahead: int) -> None:
-        """Work on this rank's lanes until they have all their outputs before position ``goal``; begin with the next
-        ones.
+        """Work on this rank's lanes until all outputs before position ``goal`` are found; begin with the next ones.
 
         Posts outcomes and errors to other ranks.
         """

@@ -296,8 +296,7 @@ class RowReader:
             raise  # else the caller that asked about several asks about each
 
     def gather(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Rows:
-        """Gather the rows of ``groups`` as batches have them, in the order of their targets. Raises where reading
-        fails.
+        """Gather the rows of ``groups`` as batches have them, in the order of targets. Raises where reading fails.
 
         With ``epoch``, bad samples are counted.
         """

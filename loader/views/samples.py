@@ -97,8 +97,7 @@ class SampleReader:
         return int(np.searchsorted(self.manifest.first_ids, sample_id, side="right")) - 1
 
     def find(self, value: Any, field: str | None, ids: Sequence[int], *, progress: bool = True) -> int:
-        """Find the first of ``ids`` whose ``field`` is ``value``, chunk after chunk; of columns only that one's bytes
-        are read.
+        """Find the first of ``ids`` whose ``field`` is ``value``, chunk after chunk; reads of columns that one's bytes.
 
         Raises:
             SampleNotFoundError: there is none.

@@ -184,8 +184,7 @@ class ImageDecoder:
             _flip(out)
 
     def plan(self, data: bytes | memoryview, rng: np.random.Generator | None) -> ImagePlan | None:
-        """Plan the decoding of a JPEG from its header, and draw its random numbers; None, and nothing drawn, for
-        others.
+        """Plan the decoding of a JPEG by its header, and draw its random numbers; None, drawing nothing, for others.
 
         Raises:
             DecodeError: the header is damaged, or claims too many pixels.
