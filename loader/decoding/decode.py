@@ -327,7 +327,7 @@ def check_decode(choice: DecodeChoice, raw: RawValues, processes: int = 0) -> No
 class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
-    ``are_images`` says whether a field of any other name holds images: the same on every rank, so not by
+    ``are_images`` says whether a field whose name is no hint holds images: the same on every rank, so not by
     the values that happen to come first. ``of_columns``: fields are columns, whose types say what their values are;
     their names only say whether they hold images, text, JSON or arrays.
     Decoders that ask for a device are given ``codec``; without one they decode on the CPU.

@@ -85,8 +85,9 @@ class ImageDecoder:
     within half a pixel of the output.
 
     ``device="cuda"`` has a loader's batches decoded on the loader's device: JPEGs by nvJPEG, as whole images of which
-    the usual regions are cut, resized with an antialiased bilinear filter, and flipped there. PNGs, progressive
-    and CMYK JPEGs and others are decoded on the CPU, and copied. A call of the decoder itself stays on the CPU.
+    the same regions as on the CPU are cut, resized with an antialiased bilinear filter, and flipped there. PNGs,
+    progressive and CMYK JPEGs and others are decoded on the CPU, and copied. A call of the decoder itself stays on the
+    CPU.
 
     An instance holds no mutable state; any number of threads may use it, and the heavy calls release the GIL.
     """
