@@ -11,28 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("storage", "loader", "tools", "trainer", "benchmarks", "cli", "devtools")
 
-# Not rewritten yet. Only ever remove entries.
-NOT_YET = (
-    "loader/assembly",
-    "loader/config",
-    "loader/decoding",
-    "loader/integrations",
-    "loader/pipeline",
-    "loader/run",
-    "loader/sampler",
-    "loader/sources",
-    "loader/streams",
-    "loader/views",
-    "benchmarks/field/plots.py",
-    "devtools/fuzz",
-    "devtools/gpu",
-    "storage/retrying/node_budget.py",
-    "trainer/checkpoint/safetensors_file.py",
-    "trainer/data",
-    "trainer/report/pages/charts.py",
-    "trainer/report/progress.py",
-)
-
+# Properties that users have.
+PUBLIC = {"ok", "are_shared"}
 # First words that turn a docstring into half a question, whose answer the reader has to put in front.
 QUESTIONS = {"What", "Which", "Where", "Whether", "Who", "Whom", "Whose", "How", "When", "Why", "That", "If"}
 
@@ -60,13 +40,8 @@ BANNED_NAMES = {"told"}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def files_of(root: Path, *, but: tuple[str, ...] = ()) -> list[Path]:
-    return [
-        path
-        for room in ROOMS
-        for path in sorted((root / room).rglob("*.py"))
-        if not any(path.is_relative_to(root / name) for name in but)
-    ]
+def files_of(root: Path) -> list[Path]:
+    return [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
 
 
 def find_questions(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -93,7 +68,7 @@ def find_unclear_properties(tree: ast.Module) -> Iterator[tuple[int, str]]:
             continue
         first = node.name.strip("_").partition("_")[0]
         is_property = any(getattr(one, "id", "") in {"property", "cached_property"} for one in node.decorator_list)
-        if is_property and first not in {"can", "may", "ok"} and not first.endswith("s"):
+        if is_property and first not in {"can", "may"} and node.name not in PUBLIC and not first.endswith("s"):
             yield node.lineno, f"the property {node.name!r} is a bool: is_{node.name}, has_{node.name}, or a verb in -s"
 
 
@@ -104,14 +79,13 @@ def find_flaws(text: str) -> list[str]:
 
 
 def test_docstrings_and_names_say_what_things_are() -> None:
-    files = files_of(ROOT, but=NOT_YET)
+    files = files_of(ROOT)
     assert len(files) > 300  # the tree was read
     found = [f"{path.relative_to(ROOT)}:{flaw}" for path in files for flaw in find_flaws(path.read_text())]
     assert found == []
 
 
 def test_only_what_is_there_is_exempt() -> None:
-    assert [name for name in NOT_YET if not (ROOT / name).exists()] == []
     classes = {
         node.name
         for path in files_of(ROOT)

@@ -25,7 +25,7 @@ _MANY_TIMES = 50.0  # from the least to the most, where an axis has room for pow
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to x, linear from 0 or logarithmic."""
+    """A linear map from values to x, from 0, or a logarithmic one."""
 
     low: float
     high: float
@@ -52,12 +52,12 @@ class Axis:
 
 
 def rate_axis(values: Sequence[float], left: float = _NAME, right: float = _RIGHT) -> Axis:
-    """The axis for rates: from 0, so that a bar that is half as long is half as fast."""
+    """Make the axis for rates: from 0, so that a bar that is half as long is half as fast."""
     return Axis(0.0, max(values), left, right, False)
 
 
 def draw_rates(cell: Mapping[str, Any]) -> str:
-    """First passes as bars with quartiles as whiskers, and what is steady as a dot; "" where nothing was measured."""
+    """Draw first passes as bars with quartiles as whiskers, and steady rates as dots; "" where nothing was measured."""
     names = [name for name in by_speed(cell["contenders"]) if _median(cell, name, "first_pass_per_s")]
     if not names:
         return ""
@@ -66,8 +66,8 @@ def draw_rates(cell: Mapping[str, Any]) -> str:
     ]
     axis = rate_axis(values)
     bottom = _ROW * len(names) + 6
-    told = ", ".join(f"{words.name_of(name)} {words.rate(_median(cell, name, 'first_pass_per_s'))}" for name in names)
-    label = escape(f"Samples per second in the first pass: {told}")
+    rates = ", ".join(f"{words.name_of(name)} {words.rate(_median(cell, name, 'first_pass_per_s'))}" for name in names)
+    label = escape(f"Samples per second in the first pass: {rates}")
     parts = [f'<svg viewBox="0 0 {WIDTH} {bottom + 22}" role="img" aria-label="{label}">']
     for tick in axis.ticks():
         x = axis.x(tick)
@@ -93,8 +93,8 @@ def _draw_row(cell: Mapping[str, Any], name: str, axis: Axis, top: float) -> lis
     steady = median(summary, "steady_per_s")
     if steady:
         parts.append(f'<circle class="steady" cx="{axis.x(steady):.1f}" cy="{y}" r="3.6"/>')
-    told = words.reckoned(words.rate(middle), is_reckoned(cell["contenders"][name]))
-    parts.append(f'<text class="end value {kind}" x="{WIDTH - 4}" y="{y + 4}">{told}</text>')
+    shown = words.reckoned(words.rate(middle), is_reckoned(cell["contenders"][name]))
+    parts.append(f'<text class="end value {kind}" x="{WIDTH - 4}" y="{y + 4}">{shown}</text>')
     return parts
 
 
@@ -103,9 +103,9 @@ def _median(cell: Mapping[str, Any], name: str, kind: str) -> float:
 
 
 def draw_ratios(cells: Sequence[Mapping[str, Any]], heading: Sequence[str] = ()) -> str:
-    """Our first pass over that of the best other loader, a line a cell, on a logarithmic axis; "" without others.
+    """Draw our first pass over that of the best other loader, a line a cell, on a logarithmic axis; "" without others.
 
-    ``heading``: a title and a line of text above what the signs mean.
+    ``heading``: a title and a line of text above the legend.
     """
     rows = []
     for cell, ours in lines_of(cells):
@@ -121,8 +121,8 @@ def draw_ratios(cells: Sequence[Mapping[str, Any]], heading: Sequence[str] = ())
     axis = Axis(low, high, 10, WIDTH - 58, True)
     top = _HEAD if heading else 26
     bottom = top + 34 * len(rows) + 6
-    told = ", ".join(f"{row[0]} {words.times(row[2])}" for row in rows)
-    label = escape(f"Speed as a multiple of the best other loader: {told}")
+    ratios = ", ".join(f"{row[0]} {words.times(row[2])}" for row in rows)
+    label = escape(f"Speed as a multiple of the best other loader: {ratios}")
     parts = [f'<svg viewBox="0 0 {WIDTH} {bottom + _FOOT}" role="img" aria-label="{label}">']
     for line, (kind, text) in enumerate(zip(("title", "dim"), heading, strict=False)):
         parts.append(f'<text class="{kind}" x="10" y="{16 + 17 * line}">{escape(text)}</text>')
@@ -150,7 +150,7 @@ def draw_ratios(cells: Sequence[Mapping[str, Any]], heading: Sequence[str] = ())
 
 
 def _draw_legend(y: float) -> list[str]:
-    """What dots and bands are, and their colours."""
+    """Draw the legend of dots and bands, with their colours."""
     return [
         f'<circle class="dot good" cx="15" cy="{y - 4}" r="4.5"/><text x="24" y="{y}">faster</text>',
         f'<circle class="dot bad" cx="73" cy="{y - 4}" r="4.5"/><text x="82" y="{y}">slower (medians)</text>',

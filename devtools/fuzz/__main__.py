@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def replay(folder: Path) -> int:
-    """Run inputs that were kept, and print what is wrong with each; 0 where nothing is."""
+    """Run inputs that were kept, and print the fault of each; return 0 where there is none."""
     faults = 0
     for path in sorted(folder.glob("*/*")):
         fault = fault_of(path.parent.name, path.read_bytes())
@@ -67,7 +67,7 @@ def replay(folder: Path) -> int:
 
 
 def report(name: str, outcomes: list[Outcome], keep: str | None) -> dict[str, Any]:
-    """Print what was found in one target, keep the inputs, and return its row of the results."""
+    """Print the faults of one target, keep their inputs, and return its row of the results."""
     counts = ", ".join(f"{o.engine} {o.cases:,} in {o.seconds:.0f} s" for o in outcomes)
     faults: dict[str, list[bytes]] = {}
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""One process that runs cases until its time is up, or a case kills it. What it runs lies in a file."""
+"""One process that runs cases until its time is up, or a case kills it. The running case lies in a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .mutation import MOST_BYTES, Mutator
 from .structured import strategies
 from .targets import TARGETS
 
-# What the file holds: cases so far, the length of the running one (0: none runs), and its bytes.
+# Contents of the file: cases so far, the length of the running one (0: none runs), and its bytes.
 _HEAD = struct.Struct("<QQ")
 # The fuzzer itself takes memory for each input that reached new lines: the limit is set anew after so many cases.
 _LIMITED_ANEW = 1024
@@ -27,7 +27,7 @@ _KEPT = 3
 
 
 class Stage:
-    """The file in which a child leaves what it is about to run. One process writes, another reads after its end."""
+    """The file in which a child leaves each case before it runs. One process writes, another reads after its end."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -43,13 +43,13 @@ class Stage:
         _HEAD.pack_into(self._map, 0, number, 0)
 
     def read(self) -> tuple[int, bytes]:
-        """Cases so far, and the one that was running; empty where none was."""
+        """Read the number of cases so far, and the one that was running; empty where none was."""
         number, length = _HEAD.unpack_from(self._map)
         return number, self._map[_HEAD.size : _HEAD.size + length]
 
 
 class Case:
-    """Runs one case after another, and keeps those that are wrong: a file of JSON each."""
+    """Runs one case after another, and keeps those with a fault: a file of JSON each."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._run = TARGETS[name].run
@@ -78,7 +78,7 @@ class Case:
 
 
 def keep_finding(folder: Path, fault: str, data: bytes) -> None:
-    """Write an input and what is wrong with it."""
+    """Write an input and its fault."""
     path = folder / f"found-{name_of_case(data)}.json"
     path.write_text(json.dumps({"fault": fault, "input": data.hex()}))
 
@@ -93,7 +93,7 @@ def mutate(name: str, case: Case, seed: int, seconds: float) -> None:
 
 
 def structured(name: str, case: Case, seed: int, seconds: float) -> None:
-    """Run what hypothesis makes up by the grammar of the input."""
+    """Run inputs that hypothesis makes up by their grammar."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
 
@@ -118,7 +118,7 @@ def structured(name: str, case: Case, seed: int, seconds: float) -> None:
 
 
 def cover(name: str, case: Case, seed: int, seconds: float) -> NoReturn:
-    """Run what atheris makes of the seeds, led by which lines of Python it reaches; ends the process."""
+    """Run inputs that atheris makes of the seeds, led by which lines of Python it reaches; ends the process."""
     import atheris  # type: ignore[import-untyped, unused-ignore]
 
     corpus = Path(os.environ[CORPUS])
@@ -149,7 +149,7 @@ ENGINES: dict[str, Callable[[str, Case, int, float], None]] = {
 def main(engine: str, name: str, seed: str, seconds: str, folder: str) -> None:
     case = Case(name, Path(folder))
     with (Path(folder) / "log").open("w") as log:
-        # What a first case imports and caches is not an allocation of any.
+        # Imports and caches of the first case are no allocations of any.
         for data in TARGETS[name].seeds():
             judge(TARGETS[name].run, data)
         limit_process(log)

@@ -1,4 +1,4 @@
-"""What a parser may do with any bytes: how long, with how much memory, and which errors it may end in."""
+"""Limits of a parser on any bytes: its time, its memory, and the errors it may end in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def limit_process(log: IO[str]) -> None:
 
 
 def limit_memory() -> None:
-    """Bound this process's memory beyond what is mapped now."""
+    """Bound this process's memory beyond its present mappings."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, resource.RLIM_INFINITY))
 
@@ -55,7 +55,7 @@ def time_limit() -> Iterator[None]:
 
 
 def judge(run: Callable[[bytes], object], data: bytes) -> str | None:
-    """What is wrong with what a parser does on some bytes, a line that is the same for the same fault; else None.
+    """Judge a parser's behaviour on some bytes: a line that is the same for the same fault; None if it is right.
 
     It may return, or raise an error of ours that no failed allocation caused.
     """
@@ -77,7 +77,7 @@ def judge(run: Callable[[bytes], object], data: bytes) -> str | None:
 
 
 def _place(at: TracebackType | None) -> str:
-    """The innermost function of ours that an error passed through."""
+    """Find the innermost function of ours that an error passed through."""
     frames = [f for f in traceback.extract_tb(at) if f.filename.startswith(_ROOT) and not f.filename.startswith(_OWN)]
     if not frames:
         return "in the bench"
@@ -85,7 +85,7 @@ def _place(at: TracebackType | None) -> str:
 
 
 def place_of_crash(log: str) -> str:
-    """The innermost function of ours in what faulthandler wrote last."""
+    """Find the innermost function of ours in faulthandler's last traceback."""
     for line in log.rpartition("(most recent call first)")[2].splitlines():
         file, _, rest = line.strip().removeprefix('File "').partition('", line ')
         if rest and file.startswith(_ROOT) and not file.startswith(_OWN):
@@ -98,7 +98,7 @@ def name_of_case(data: bytes) -> str:
 
 
 def describe_exit(code: int, log: str) -> str:
-    """What a child's exit by a signal says about the case that it was in."""
+    """Describe a child's exit by a signal, as a fault of its running case."""
     kind = signal.Signals(-code).name if code < 0 else f"exit {code}"
     what = "hang" if -code in (signal.SIGPROF, signal.SIGALRM) else f"crash ({kind})"
     return f"{what} {place_of_crash(log)}"

@@ -50,7 +50,7 @@ Repair = Callable[[bytearray], None]
 class Mutator:
     """Makes one damaged input after another out of ``seeds``; ``words`` are put in where they may mean something.
 
-    ``repair`` mends in place what would have any damage found at once (checksums); half of the inputs are repaired.
+    ``repair`` mends checksums in place, which would reveal any damage at once; half of the inputs are repaired.
     """
 
     def __init__(self, seeds: Sequence[bytes], seed: int, words: Sequence[bytes] = (), repair: Repair | None = None):
@@ -60,7 +60,7 @@ class Mutator:
         self._repair = repair
 
     def next(self) -> bytes:
-        """The next input, of MOST_BYTES or less."""
+        """Make the next input, of MOST_BYTES or less."""
         draw = self._random
         data = bytearray(draw.choice(self._seeds))
         for _ in range(1 << draw.randrange(4)):
@@ -71,7 +71,7 @@ class Mutator:
         return bytes(data)
 
     def _at(self, data: bytearray, width: int = 1) -> int:
-        """A place; often near an end, where headers and footers are."""
+        """Choose a place; often near an end, where headers and footers are."""
         last = max(0, len(data) - width)
         kind = self._random.random()
         if kind < 0.2:

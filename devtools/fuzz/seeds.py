@@ -47,7 +47,7 @@ def repair_tar(data: bytearray) -> None:
 
 
 def compressed(seeds: list[bytes]) -> list[bytes]:
-    """Each of ``seeds`` as gzip, as bzip2, and as zstd with its size stated and without."""
+    """Compress each of ``seeds`` as gzip, as bzip2, and as zstd with its size stated and without."""
     packed = [gzip.compress(seed, mtime=0) for seed in seeds] + [bz2.compress(seed) for seed in seeds]
     for sized in (True, False):
         packed += [zstandard.ZstdCompressor(write_content_size=sized).compress(seed) for seed in seeds]
@@ -55,7 +55,7 @@ def compressed(seeds: list[bytes]) -> list[bytes]:
 
 
 def tables() -> list[pa.Table]:
-    """Tables that have, together, columns of every type that the loader reads."""
+    """Make tables that have, together, columns of every type that the loader reads."""
     numbers = list(range(ROWS))
     some = [number if number % 3 else None for number in numbers]
     texts = [None if number == 5 else f"text {number} " * (number % 4) for number in numbers]
@@ -105,7 +105,7 @@ def arrows(*, stream: bool) -> list[bytes]:
 
 
 def token_indexes() -> list[bytes]:
-    """Megatron's .idx of ``MEGATRON_TOKENS`` int32 tokens."""
+    """Make Megatron's .idx of ``MEGATRON_TOKENS`` int32 tokens."""
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2, 3)
     return [head + struct.pack("<iiqqqqq", 32, MEGATRON_TOKENS - 32, 0, 128, 0, 1, 2)]
 
@@ -160,7 +160,7 @@ def npzs() -> list[bytes]:
 
 
 def images() -> list[bytes]:
-    """One of each kind, and a lossless JPEG."""
+    """Make one image of each kind, and a lossless JPEG."""
     import cv2  # of an extra
 
     pixels = np.random.default_rng(0).integers(0, 255, (16, 24, 3), np.uint8)
@@ -169,7 +169,7 @@ def images() -> list[bytes]:
 
 
 def lossless_jpeg(height: int, width: int, before_the_frame: bytes = b"") -> bytes:
-    """A grey image, RGB, whose samples are all as predicted: one bit each, of the only code that there is."""
+    """Make a grey image, RGB, whose samples are all as predicted: one bit each, of the only code that there is."""
     components = b"".join(bytes((name, 0x11, 0)) for name in b"RGB")
     frame = struct.pack(">HBHHB", 17, 8, height, width, 3) + components
     codes = struct.pack(">HB16BB", 20, 0, 1, *[0] * 15, 0)
@@ -179,7 +179,7 @@ def lossless_jpeg(height: int, width: int, before_the_frame: bytes = b"") -> byt
 
 
 def jpegs() -> list[bytes]:
-    """Small JPEGs that are large enough to be decoded in part: of each subsampling, and with restart markers."""
+    """Make small JPEGs that are large enough to be decoded in part: of each subsampling, and with restart markers."""
     import cv2
 
     noise = np.random.default_rng(0).integers(0, 255, (15, 18, 3), np.uint8)

@@ -1,4 +1,4 @@
-"""Makes an input smaller while it does what it does: parts are left out, then bytes made alike."""
+"""Makes an input smaller while its fault stays the same: parts are left out, then bytes made alike."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .targets import TARGETS
 
 
 def fault_of(name: str, data: bytes) -> str | None:
-    """What is wrong with what a target does on an input, tried in a forked process; None for nothing."""
+    """Find a target's fault on an input, tried in a forked process; None for nothing."""
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder, "answer"), Path(folder, "log")
         child = os.fork()
-        if child == 0:  # the first case imports what it needs, which is no allocation of its own
+        if child == 0:  # the first case imports modules, which is no allocation of its own
             try:
                 for seed in TARGETS[name].seeds():
                     judge(TARGETS[name].run, seed)
@@ -37,7 +37,7 @@ def fault_of(name: str, data: bytes) -> str | None:
 
 
 def shrink(data: bytes, fails: Callable[[bytes], bool], seconds: float) -> bytes:
-    """A smaller input that ``fails`` too, found within about ``seconds``."""
+    """Shrink an input within about ``seconds``, as long as it ``fails``."""
     until = time.monotonic() + seconds
     size = max(1, len(data) // 2)
     while size and time.monotonic() < until:
@@ -60,7 +60,7 @@ def shrink(data: bytes, fails: Callable[[bytes], bool], seconds: float) -> bytes
 
 
 def shrink_finding(name: str, fault: str, data: bytes, seconds: float = 20.0) -> bytes:
-    """The input of a target's fault, smaller where that can be."""
+    """Shrink the input of a target's fault, where that can be."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if fault_of(name, data) != fault:
         return data

@@ -15,7 +15,7 @@ from .targets import any_manifest, any_state
 
 @functools.cache
 def strategies() -> dict[str, Any]:
-    """A hypothesis strategy of bytes for each target that has a grammar. Raises ImportError without hypothesis."""
+    """Make a hypothesis strategy of bytes for each target that has a grammar. Raises ImportError without hypothesis."""
     from hypothesis import strategies as st
 
     words = ["type", "int64", "columns", "fields", "nulls", "x", "a", "str", "int", "uint8", "ndarray", "jpeg"]
@@ -28,7 +28,7 @@ def strategies() -> dict[str, Any]:
     )
 
     def changed(whole: dict[str, Any]) -> Any:
-        """Some of the values of a JSON object as anything."""
+        """Replace some of the values of a JSON object by anything."""
         change = st.dictionaries(st.sampled_from(sorted(whole)), anything, max_size=3)
         return change.map(lambda values: {**whole, **values})
 

@@ -1,4 +1,4 @@
-"""Runs children one after another until the time of a target is over, and collects what they found and died of."""
+"""Runs children one after another until the time of a target is over, and collects their findings and crashes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .child import CORPUS, Stage, keep_finding
 from .limits import describe_exit
 from .structured import strategies
 
-# An engine whose children die this often has found what it will find.
+# An engine whose children die this often will find no more.
 _MOST_DEATHS = 40
 _PATIENCE_S = 180.0
 _NEEDED = {"cover": "atheris", "structured": "hypothesis"}
@@ -25,7 +25,7 @@ _CHILDREN = {"cover": "covered_child"}
 
 @dataclass(slots=True)
 class Outcome:
-    """What one engine did with one target: cases, seconds, and the inputs of each fault, shortest first."""
+    """Results of one engine on one target: cases, seconds, and the inputs of each fault, shortest first."""
 
     engine: str
     cases: int = 0
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def engines_of(name: str, wanted: Sequence[str]) -> list[str]:
-    """The engines that can run a target: "cover" needs atheris, "structured" a grammar and hypothesis."""
+    """List the engines that can run a target: "cover" needs atheris, "structured" a grammar and hypothesis."""
     found = []
     for engine in wanted:
         module = _NEEDED.get(engine)

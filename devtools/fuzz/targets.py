@@ -134,7 +134,7 @@ def _run_manifest(data: bytes) -> None:
 
 @functools.cache
 def _table() -> tuple[MemoryStore, Manifest]:
-    """A small data set of a parquet shard in memory, and its manifest."""
+    """Make a small data set of a parquet shard in memory, and its manifest."""
     store, shard_format = MemoryStore(), ParquetFormat(64)
     store.put("a.parquet", seeds.parquets()[0])
     selection = Selection(url=store.url, listing=tuple(store.list()), chosen=None, saved=None)
@@ -144,18 +144,18 @@ def _table() -> tuple[MemoryStore, Manifest]:
 
 
 def any_manifest() -> Manifest:
-    """A small manifest whose shard is in memory: what the target "manifest" reads when all is well."""
+    """Make a small manifest whose shard is in memory: what the target "manifest" reads when all is well."""
     return _table()[1]
 
 
 def any_state() -> dict[str, Any]:
-    """A state that fits ``any_manifest``."""
+    """Make a state that fits ``any_manifest``."""
     found: dict[str, Any] = json.loads(_states()[0])
     return found
 
 
 def _manifests() -> list[bytes]:
-    """Manifests that are not compressed, so that damage reaches their numbers."""
+    """Make manifests that are not compressed, so that damage reaches their numbers."""
     manifest = _table()[1]
     sums = np.arange(manifest.num_chunks, dtype=np.uint64)
     return [_plain_stream(one.to_bytes()) for one in (manifest, replace(manifest, checksums=sums))]
@@ -170,7 +170,7 @@ def _plain_stream(data: bytes) -> bytes:
 
 
 def _repair_manifest(data: bytearray) -> None:
-    """State the fingerprint and the checksum of what a damaged manifest says, as one who tampers would."""
+    """Write the fingerprint and the checksum that fit a damaged manifest, as one who tampers would."""
     try:
         table = pa.ipc.open_stream(bytes(data)).read_all()
         metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}

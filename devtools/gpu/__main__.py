@@ -26,7 +26,7 @@ _TRAINING: tuple[Part, ...] = ("images", "tokens")
 
 
 def main(config: GpuConfig, screen: Console) -> int:
-    """Run the parts; 1 where a test failed, or a part could not be run, which does not keep the others from it."""
+    """Run the parts; return 1 if a test failed or a part could not be run. The others run all the same."""
     on_gpu = config.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         screen.print(
@@ -53,7 +53,7 @@ def main(config: GpuConfig, screen: Console) -> int:
 
 
 def _run(part: Part, config: GpuConfig, screen: Console) -> int:
-    """Run a part, show what it found, and write it; 1 where it is of a test that failed."""
+    """Run a part, show its results, and write them; return 1 for a failed test."""
     result: dict[str, Any] = {
         "command": " ".join(["python -m devtools gpu", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -71,7 +71,7 @@ def _run(part: Part, config: GpuConfig, screen: Console) -> int:
 
 
 def _plot(config: GpuConfig) -> None:
-    """Draw what the parts that train found, now or before."""
+    """Draw the results of the parts that train, from this run or an earlier one."""
     files = {part: config.results / f"gpu-{part}.json" for part in _TRAINING}
     results: dict[str, Any] = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
     if set(results) & set(config.parts):

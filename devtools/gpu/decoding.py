@@ -17,7 +17,7 @@ from penstock.loader import ConfigError, DistributedDataLoader, ImageDecoder
 from penstock.loader.decoding.images import device_codec
 from penstock.storage import PenstockError
 
-_WARM_STEPS, _WARM_S = 3, 3.0  # what a loader starts later is there then
+_WARM_STEPS, _WARM_S = 3, 3.0  # threads and processes that a loader starts later are there then
 _BARE_IMAGES = 128
 
 
@@ -32,9 +32,9 @@ class Decoding:
 
 
 def run_decoding(asked: Decoding) -> dict[str, Any]:
-    """Rates by way: "cpu", and with "threads" alone; "device", and "bare" (whole images, neither cut nor resized).
+    """Measure rates by way: "cpu", and with "threads" alone; "device", and "bare"; "refused" if there is no codec.
 
-    "refused" if there is no codec.
+    The bare codec decodes whole images, neither cut nor resized.
     """
     device = torch.device(asked.device)
     result: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The measured process: ``python -m devtools.gpu.feeding RESULT``, with what to do on its standard input.
+"""The measured process: ``python -m devtools.gpu.feeding RESULT``, with its job on standard input.
 
 One loader feeds one training loop. Nothing else runs in the process, so that neither memory nor imports mix.
 """
@@ -34,9 +34,9 @@ _WARM_STEPS, _WARM_S = 3, 3.0  # what is read ahead, and what a loader starts la
 
 @dataclass(frozen=True, kw_only=True)
 class Feeding:
-    """``seconds`` of training ``model`` on what the loader of ``job`` gives, pass after pass.
+    """``seconds`` of training ``model`` on the batches of ``job``'s loader, pass after pass.
 
-    Without a job one made-up batch of ``rows`` stays on the device: what no loader can be faster than.
+    Without a job one made-up batch of ``rows`` stays on the device: the upper limit for any loader.
     """
 
     model: Model
@@ -48,7 +48,7 @@ class Feeding:
 
 
 def run_feeding(asked: Feeding) -> dict[str, Any]:
-    """Samples per second after the first steps, and the share of that time in which the loop waited for batches."""
+    """Measure samples per second after the first steps, and the share of that time spent waiting for batches."""
     device = torch.device(asked.device)
     step = TrainStep(asked.model, device, is_small=asked.is_small)
     started = time.perf_counter()
@@ -113,7 +113,7 @@ class Copying:
 
 
 def run_copying(asked: Copying) -> dict[str, float]:
-    """Bytes per second to the device: of bare pinned copies, of the ring of buffers, and of the whole loader."""
+    """Measure bytes per second to the device: of bare pinned copies, the ring of buffers, and the whole loader."""
     device = torch.device(asked.device)
     values = torch.randint(0, 50_257, (asked.rows, 2048))
     pinned = values.pin_memory()
@@ -166,7 +166,7 @@ def main() -> None:
     result_path = Path(*take_arguments("RESULT", "python -m devtools gpu"))
     asked = json.loads(sys.stdin.read())
     kind = asked.pop("kind")
-    os.dup2(2, 1)  # what a peer prints is no result
+    os.dup2(2, 1)  # a peer's prints are no result
     try:
         run, kind_of = _RUNS[kind]
         result: dict[str, Any] = run(kind_of(**asked))

@@ -1,4 +1,4 @@
-"""How much slower a training loop starts its work beside what feeds it: a step's launches, and its wait for a batch.
+"""The slowdown of a training loop beside each way of feeding it: a step's launches, and its wait for a batch.
 
 The loop starts thousands of tiny operations a step, as a model that is bound by launches does, and comes for the next
 batch at a fixed rate that every loader can keep up with. Runs in the measured process, see feeding.
@@ -46,7 +46,7 @@ class Interference:
 
 
 def run_interference(asked: Interference) -> dict[str, float]:
-    """Milliseconds of a step's launches, and of its wait for a batch: median and 90th percentile."""
+    """Measure milliseconds of a step's launches, and of its wait for a batch: median and 90th percentile."""
     device = torch.device(asked.device)
     torch.set_num_threads(1)
     launch = _make_launches(device)
@@ -137,7 +137,7 @@ def _endless(epoch: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 
 def decode_endlessly(url: str, rows: int, period_s: float) -> None:
-    """Decode a batch each ``period_s``, until killed: what a foreign process does."""
+    """Decode a batch each ``period_s``, until killed: the work of a foreign process."""
     with _open_loader(url, rows, "threads", 0, torch.device("cpu")) as loader:
         due = time.perf_counter()
         for _ in _endless(lambda: iter(loader)):

@@ -1,4 +1,4 @@
-"""What the measured loops train: ResNet-50 (He et al. 2016) on images and a decoder as GPT-2's on tokens.
+"""Models that the measured loops train: ResNet-50 (He et al. 2016) on images and a decoder as GPT-2's on tokens.
 
 One loop for every loader, so that nothing but the loader differs: bf16, one step at a time, waited for at its end.
 """
@@ -47,7 +47,7 @@ def _convolve(width_in: int, width: int, size: int, stride: int = 1) -> tuple[nn
 
 
 def make_resnet50() -> nn.Sequential:
-    """Images (B, 3, H, W) to scores (B, 1000); 25.6M parameters."""
+    """Make a model from images (B, 3, H, W) to scores (B, 1000); 25.6M parameters."""
     layers: list[nn.Module] = [*_convolve(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     width_in = 64
     for width, blocks, stride in _STAGES:
@@ -112,7 +112,7 @@ class TrainStep:
 
 
 def make_batch(model: Model, rows: int, device: torch.device, *, length: int = 2048) -> dict[str, Tensor]:
-    """A made-up batch on the device, as the loaders' batches are."""
+    """Make up a batch on the device, as the loaders' batches are."""
     if model == "resnet50":
         return {
             "jpg": torch.randint(0, 256, (rows, 3, 224, 224), dtype=torch.uint8, device=device),

@@ -1,4 +1,4 @@
-"""The parts of ``make gpu``: what each of them runs and measures, in at most three minutes on 16 cores."""
+"""The parts of ``make gpu``: each runs and measures one thing, in at most three minutes on 16 cores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LIMIT, ALONE = "no loader", "nothing"
 _CASES: Mapping[str, tuple[Model, int]] = {"images": ("resnet50", 256), "tokens": ("gpt", 16)}
 _SMALL_ROWS = {"images": 4, "tokens": 1}
 _COPIED_ROWS = 1024
-# A third of what a core decodes in this time, at about 700 images a second.
+# A third of the images that a core decodes in this time, at about 700 a second.
 _FED_IMAGES_A_CORE, _PERIOD_S = 12, 0.05
 _PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns, where it is installed; here an error
 _MARK = "mark.gpu"
@@ -89,7 +89,7 @@ class GpuConfig:
 
 
 def run_tests(screen: Console) -> dict[str, Any]:
-    """Run the tests marked gpu of this checkout; what pytest says at the end, and all that it said where one failed."""
+    """Run the tests marked gpu of this checkout; return pytest's summary, and all its output if a test failed."""
     if not (ROOT / "tests").is_dir():
         return {"summary": "there are no tests beside an installed penstock"}
     screen.print("tests marked gpu", style="dim")
@@ -112,8 +112,8 @@ def run_tests(screen: Console) -> dict[str, Any]:
     if exit_code:
         screen.print("\n".join(lines[-60:]), markup=False, highlight=False)
     summary = f"ended after {_TESTS_S} s" if exit_code == _TOO_LONG else lines[-1] if lines else ""
-    told = {"command": " ".join(command[1:]), "exit_code": exit_code, "summary": summary}
-    return told | ({"output": lines} if exit_code else {})
+    result = {"command": " ".join(command[1:]), "exit_code": exit_code, "summary": summary}
+    return result | ({"output": lines} if exit_code else {})
 
 
 def _is_marked(path: Path) -> bool:
@@ -122,7 +122,7 @@ def _is_marked(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Jobs:
-    """What to measure: a case's data, this package's job, the peers', and why some cannot be measured."""
+    """A case's jobs: its data, this package's job, the peers', and the reasons why some cannot be measured."""
 
     url: str
     ours: Job
@@ -159,7 +159,7 @@ def _prepare(name: Literal["images", "tokens"], rows: int, config: GpuConfig, sa
 
 
 def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Console) -> dict[str, Any]:
-    """Every loader in turn, round by round: medians, with all that was measured."""
+    """Run every loader in turn, round by round; return medians, with all that was measured."""
     case = CASES[name]
     model, rows = _CASES[name]
     rows = _SMALL_ROWS[name] if config.small else rows
@@ -199,7 +199,7 @@ def _on_device(job: Job | None, config: GpuConfig) -> dict[str, Any] | None:
 
 
 def run_interference(config: GpuConfig, screen: Console) -> dict[str, Any]:
-    """Each way of feeding in turn, round by round; what is refused is not tried again."""
+    """Run each way of feeding in turn, round by round; a refused one is not tried again."""
 
     def say(text: str) -> None:
         screen.print(f"  {text}", style="dim")
@@ -261,7 +261,7 @@ def run_decoding(config: GpuConfig, screen: Console) -> dict[str, Any]:
 
 
 def run_part(part: Part, config: GpuConfig, screen: Console) -> dict[str, Any]:
-    """Run one part; what it found.
+    """Run one part; return its results.
 
     Raises:
         PenstockError: it could not be run.

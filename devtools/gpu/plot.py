@@ -1,4 +1,4 @@
-"""The plot of loaders that feed a GPU: samples/s as a share of what the same loop does without a loader."""
+"""The plot of loaders that feed a GPU: samples/s as a share of the same loop's without a loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OURS, _OTHER = "#0b6e8a", "#b8b8b8"
 
 
 def plot_feeding(results: Mapping[str, Mapping[str, Any]], path: Path, *, limit: str) -> None:
-    """One panel for each part's result: medians as bars, rounds as points, and the share of time that the loop waited.
+    """Plot one panel for each part's result: medians as bars, rounds as points, and the loop's share of waiting.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -44,8 +44,8 @@ def plot_feeding(results: Mapping[str, Mapping[str, Any]], path: Path, *, limit:
         axes.set_title(f"{case['model']} on {case['title']}", fontsize=9, loc="left")
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    told = "\n".join(dict.fromkeys(map(_tell_machine, results.values())))
-    figure.supxlabel(told, fontsize=7, color="#555555")
+    machines = "\n".join(dict.fromkeys(map(_tell_machine, results.values())))
+    figure.supxlabel(machines, fontsize=7, color="#555555")
     figure.savefig(path, dpi=160)
 
 

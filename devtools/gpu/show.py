@@ -1,4 +1,4 @@
-"""What the parts of ``make gpu`` found, as text on the screen."""
+"""Results of the parts of ``make gpu``, as text on the screen."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def print_part(part: str, found: Mapping[str, Any], screen: Console) -> None:
         screen.print(f"tests: {found['summary']}", highlight=False, markup=False)
     elif part == "copies":
         rates = {name.removesuffix("_bytes_per_s"): value / 1e9 for name, value in found.items()}
-        told = ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items())
-        screen.print(f"to the device: {told}", highlight=False)
+        shown = ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items())
+        screen.print(f"to the device: {shown}", highlight=False)
     elif part == "decoding":
         print_decoding(found, screen)
     elif part == "interference":

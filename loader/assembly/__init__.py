@@ -1,1 +1,1 @@
-"""From an order to batches: spans are planned ahead, and gathered, and their steps begun as batches."""
+"""Assembly: from an order to batches. Spans are planned ahead and gathered, and their steps begun as batches."""

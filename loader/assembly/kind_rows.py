@@ -1,4 +1,4 @@
-"""Rows of a span, gathered apart by kind, and the batches that are begun of them."""
+"""Rows of a span, gathered by kind, and the batches that are made of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE = 16, 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class KindRows:
-    """Rows of several kinds: ``where`` says in which places the ``rows`` of each kind belong, ascending."""
+    """Rows of several kinds: ``where`` lists the places, ascending, of the ``rows`` of each kind."""
 
     where: tuple[IntArray, ...]
     rows: tuple[Rows, ...]
@@ -46,7 +46,7 @@ class KindRows:
 
     @property
     def planned(self) -> IntArray | None:
-        """(rows,) the ids that the order asked for, where others take the place of some."""
+        """(rows,) the ids that the order asked for, where others replace some."""
         are_replaced = any(rows.planned is not None for rows in self.rows)
         return self._in_order([rows.planned_ids for rows in self.rows]) if are_replaced else None
 
@@ -69,7 +69,7 @@ class KindRows:
         )
 
     def pick(self, indices: Sequence[int]) -> KindRows:
-        """As ``Rows.pick``."""
+        """Pick rows as ``Rows.pick`` does."""
         picked = np.asarray(indices, np.int64)
         where = tuple(np.flatnonzero(np.isin(picked, of_kind)) for of_kind in self.where)
         places = [np.searchsorted(of_kind, picked[own]) for of_kind, own in zip(self.where, where, strict=True)]
@@ -103,7 +103,7 @@ class RowKinds:
         lend: Lend | None = None,
         memory: BatchMemory | None = None,
     ) -> AnyRows:
-        """The rows of a span, whose chunks' rows come in any order. With ``memory``: see ``gather``."""
+        """Gather the rows of a span, whose chunks' rows come in any order. With ``memory``: see ``gather``."""
         parts, first_ids = span.parts, self._sources.manifest.first_ids
         epochs = span.of_rows(np.array([part.epoch for part in parts])) if self._sources.is_mixed else None
         if len(self._makers) == 1:
@@ -133,7 +133,7 @@ class RowKinds:
     def start(
         self, steps: Sequence[tuple[Any, int, int]], epoch: int
     ) -> tuple[Sequence[UnfinishedBatch], Sequence[Future[None]]]:
-        """Start a batch of each step's rows, of which so many make the batch, and so many count.
+        """Start a batch of each step's rows, with the numbers of rows that make the batch, and that count.
 
         The futures are done once the rows need their chunks no longer.
         """
@@ -155,25 +155,25 @@ class RowKinds:
         ], futures
 
     def count_bytes(self, rows: AnyRows) -> int:
-        """Bytes of rows and of what they will be decoded into."""
+        """Count the bytes of rows and of their values once decoded."""
         return sum(of_kind.count_bytes(maker.decoders.settled) for of_kind, maker in self._by_kind(rows))
 
     def stay_in_chunks(self, rows: AnyRows) -> bool:
-        """Whether most of the rows take no memory of their own until they are copied; see ``Rows``."""
+        """Return whether most of the rows take no memory of their own until they are copied; see ``Rows``."""
         return all(
             of_kind.stay_in_chunks(maker.decoders.settled) for of_kind, maker in self._by_kind(rows) if len(of_kind.ids)
         )
 
-    def keep_chunks(self, rows: AnyRows) -> bool:
-        """Whether chunks must stay in memory until the rows are copied."""
-        return any(of_kind.keep_chunks for of_kind, _ in self._by_kind(rows))
+    def keeps_chunks(self, rows: AnyRows) -> bool:
+        """Return whether chunks must stay in memory until the rows are copied."""
+        return any(of_kind.keeps_chunks for of_kind, _ in self._by_kind(rows))
 
     def count_together(self, rows: AnyRows, steps: int) -> int:
-        """Of how many steps the rows of a span of so many are best copied together."""
+        """Choose for how many steps at a time the rows of a span are copied together."""
         return min(_count_together(of_kind, steps) for of_kind, _ in self._by_kind(rows))
 
     def widened_bytes(self) -> int:
-        """How many bytes a row has more when it is handed out than it has in its chunk, at most."""
+        """Compute the most bytes by which a row grows from its chunk to its batch."""
         return max(
             _widened_bytes(source.manifest.schema.get("columns", {}), self._makers[self._kind_of[number]])
             for number, source in enumerate(self._sources)
@@ -184,16 +184,16 @@ class RowKinds:
 
 
 def _make_keys(sources: Sources, seeds: AnyArray, rows: Rows) -> AnyArray:
-    """The (rows, 3) uint64 seed, source's epoch and sample id of rows, for their random numbers."""
+    """Make (rows, 3) uint64 keys of the rows' random numbers: seed, source's epoch and sample id."""
     assert rows.epochs is not None
     source, own = sources.of_ids(rows.ids)
     return np.stack([seeds[source], rows.epochs.astype(np.uint64), own.view(np.uint64)], axis=1)
 
 
 def _count_together(rows: Rows, steps: int) -> int:
-    """Of how many steps rows are copied together: of mapped files several, since each copy asks for the files.
+    """Count the steps whose rows are copied together: of mapped files several, since each copy checks the files.
 
-    Of wide rows as many as are copied by one call, so that threads seldom wait for Python's lock.
+    Wide rows take as many as one call copies, so that threads seldom wait for Python's lock.
     """
     late = rows.late
     places = [each.at for each in late if each.at is not None]

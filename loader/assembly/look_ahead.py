@@ -1,4 +1,4 @@
-"""Spans are planned ahead, and the chunks of the windows that they enter requested in order of first use."""
+"""Planning ahead: spans are planned early, and the chunks of their new windows requested in order of first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EPOCHS_OF_A_RANK = 4
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How far to plan ahead: so many spans for each one that is taken, ``most`` in all, and so many ``epochs``."""
+    """Limits of planning ahead: so many spans for each one taken, ``most`` in all, and so many ``epochs``."""
 
     per_span: int
     most: int
@@ -29,7 +29,7 @@ class Ahead:
 
     @staticmethod
     def of(num_sources: int, world_size: int, *, is_selected: bool) -> Ahead:
-        """Of one data set, as many epochs as ask a rank for all there is; planning of many sources takes longer."""
+        """Choose the limits: one data set plans until all its chunks are requested; many sources plan more slowly."""
         if num_sources > 1:
             return Ahead(per_span=2, most=256, epochs=math.inf)
         epochs = 1 if world_size == 1 and not is_selected else _EPOCHS_OF_A_RANK * world_size
@@ -40,8 +40,8 @@ class LookAhead:
     """Plans spans ahead and requests their chunks as long as the reader has room; yields the spans one by one.
 
     A few spans are planned for each one yielded, so that the first does not wait for the planning of many others.
-    Nothing is planned beyond so many epochs after the one that is consumed: those ask for all there is, so that no
-    chunk is dropped and fetched again, and of a small data set not hundreds are planned that nobody may ever ask for.
+    Nothing is planned beyond so many epochs after the one that is consumed: those request all chunks, so that no
+    chunk is dropped and fetched again, and a small data set does not plan hundreds of epochs that nobody may use.
 
     Where the reader keeps chunks also without requests, what is planned already comes first while batches are short
     (``is_short``), unless the reader needs requests; and the next epoch comes last: its first span enters a window of
@@ -58,7 +58,7 @@ class LookAhead:
         *,
         is_short: Callable[[], bool],
     ) -> None:
-        """``spans`` are those of the planner, one by one."""
+        """Take ``spans`` of the planner, one by one."""
         self._planner = planner
         self._spans = spans
         self._reader = reader
@@ -76,7 +76,7 @@ class LookAhead:
             yield self._planned.popleft()
 
     def _plan(self) -> Iterator[bool]:
-        """Plan spans, without an end; yields after each window that is opened, and whether a span is planned now."""
+        """Plan spans endlessly; yields after each opened window, and says whether a span is planned now."""
         is_first = True
         for span in self._spans:
             if not span.steps:
@@ -95,7 +95,7 @@ class LookAhead:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether to plan more than there is."""
+        """Return whether to plan further spans."""
         planned = len(self._planned)
         epochs = self._ended - self._planned[0].epoch  # that are planned to their end after this one; this: 0
         can_wait = not self._reader.needs_requests or (epochs >= 0 and planned > self._ahead.per_span)
@@ -104,7 +104,7 @@ class LookAhead:
         return planned < self._ahead.most and epochs < self._ahead.epochs and self._reader.has_room
 
     def _request_first(self, span: Span) -> None:
-        """Of the span that the training loop waits for: each window's as soon as that is open, the others after all.
+        """Request the chunks of the span that the loop waits for: each window's once that is open, the others last.
 
         Its rows are gathered lane by lane, and windows are opened in that order.
         """

@@ -1,4 +1,4 @@
-"""The assembler of what is arithmetic: each sample of a run's order, gathered by whole columns, a span at a time."""
+"""The assembler of arithmetic orders: every sample is delivered, gathered by whole columns, a span at a time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SpanAssembler:
         return None
 
     def _plan(self) -> Iterator[Span]:
-        """Every span from here on, its windows not yet opened; one of no steps is an epoch's end."""
+        """Plan every span from here on, with unopened windows; one of no steps is an epoch's end."""
         rows = self._share.global_batch_size // self._share.world_size
         widened = 0 if self._is_late else self._rows.widened_bytes()
         most = steps_at_once(self._equipment.options, rows, mean_row_bytes(self._sources.manifest) + widened)
@@ -108,19 +108,19 @@ class SpanAssembler:
                 raise
         if rows is None:  # the batches before the one that needs what failed are delivered
             return all(self._assemble(part) for part in apart)
-        may_wait = self._sources.are_local and self._equipment.options.has_spare
+        may_wait = self._sources.is_local and self._equipment.options.has_spare
         self._stay_in_chunks = may_wait and self._rows.stay_in_chunks(rows)
         busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
         self._counters.add(since=started, assemble_s=busy, spans=1)
-        copying, keep_chunks = _Copying(span), self._rows.keep_chunks(rows)
-        if not keep_chunks:
+        copying, keeps_chunks = _Copying(span), self._rows.keeps_chunks(rows)
+        if not keeps_chunks:
             self._release_copied(copying)
         at_once = self._rows.count_together(rows, span.steps)
         firsts = range(0, span.steps, at_once)
         is_delivered = all(
             self._emit(span, range(first, min(first + at_once, span.steps)), rows, copying) for first in firsts
         )
-        if keep_chunks:
+        if keeps_chunks:
             self._release_copied(copying)
         return is_delivered
 
@@ -143,7 +143,7 @@ class SpanAssembler:
                 yield self._quarantine.replace(groups[chunk], loaded, span.epoch)
 
     def _release_copied(self, last: _Copying) -> None:
-        """Let go of the chunks of spans whose rows are copied; ``last`` is the one that was assembled last.
+        """Release the chunks of spans whose rows are copied; ``last`` is the one that was assembled last.
 
         While the rows of one span are copied, the next one is assembled; of all before, the copies are waited for.
         """
@@ -178,7 +178,7 @@ class SpanAssembler:
         return True
 
     def _log_entries(self, rows: AnyRows, num_valid: int) -> tuple[IntArray, IntArray | None]:
-        """What a log of a mixture has of the rows that count, and pairs of those that others take the place of."""
+        """Make the log entries of a mixture's rows that count, and pairs of replaced rows and their substitutes."""
         from ..pipeline.delivery_log import to_keys
 
         epochs, planned = rows.epochs, rows.planned
@@ -190,7 +190,7 @@ class SpanAssembler:
         return logged, pairs[pairs[:, 0] != pairs[:, 1]]
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
-        """About when resident chunks are next used, after the current span, in positions of its epoch."""
+        """Estimate the next uses of resident chunks, after the current span, in positions of its epoch."""
         if self._next_uses is None:
             assert self._gathering is not None
             self._next_uses = self._planner.next_uses(self._gathering)
@@ -199,7 +199,7 @@ class SpanAssembler:
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """A span, and the ``copies`` of its batches' rows that its chunks are needed for."""
+    """A span whose chunks are needed for the ``copies`` of its batches' rows."""
 
     span: Span
     copies: list[Future[None]] = field(default_factory=list)

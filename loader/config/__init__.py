@@ -1,1 +1,1 @@
-"""What users say of a loader, checked before anything is opened."""
+"""The user's choices for a loader, checked before anything is opened."""

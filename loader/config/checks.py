@@ -45,7 +45,7 @@ def make_share(
     mesh: DeviceMesh | None = None,
     data_dims: Sequence[str] | None = None,
 ) -> Share:
-    """This rank's share of every global batch; of a mesh, the group's that the process belongs to.
+    """Make this rank's share of every global batch; in a mesh, that of the group that the process belongs to.
 
     Raises:
         ConfigError, PartitionError: there is no such share; says what would work.
@@ -75,15 +75,15 @@ def make_share(
 
 
 def fields_of(manifest: Manifest) -> list[str]:
-    """The fields of the data set's samples, with their key where they have one."""
+    """List the fields of the data set's samples, with their key where they have one."""
     return [*manifest.fields, *([KEY_COLUMN] if manifest.format in _WITH_KEYS else [])]
 
 
 def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: DecodeChoice) -> list[str] | None:
-    """The ``columns``. Refuses fields that the data set does not have, and decoders that would never be called.
+    """Return the ``columns``. Refuse unknown fields, and decoders that would never be called.
 
     Raises:
-        ConfigError: names the fields, and those that there are.
+        ConfigError: names the unknown fields, and the known ones.
         FormatError: not all shards have one of the columns; names it and a shard.
     """
     fields = fields_of(manifest)
@@ -112,16 +112,16 @@ def check_names(manifest: Manifest, columns: Sequence[str] | None, decode: Decod
 
 
 def _is_value(manifest: Manifest, name: str) -> bool:
-    """Whether a field is known to come as numbers or arrays, of whole columns, with which no decoder is called."""
+    """Return whether a field comes as numbers or arrays of whole columns, which no decoder is called with."""
     column = manifest.schema.get("columns", {}).get(name)
     return column is not None and _NUMBERS.fullmatch(str(column["type"])) is not None
 
 
 def make_selection(manifest: Manifest, subset: object, weights: SampleWeights | None) -> Selection | None:
-    """Which samples of the data set an epoch has; None for all of them, each once. O(samples) time.
+    """Select the samples of an epoch; None for all of them, each once. O(samples) time.
 
     Raises:
-        ConfigError, PartitionError: they are not of their type, do not fit the data set, or leave nothing.
+        ConfigError, PartitionError: an argument is of another type, does not fit the data set, or leaves nothing.
     """
     if subset is not None and not isinstance(subset, Subset):
         hint = f"one of the parts, such as split[{next(iter(subset))!r}]" if isinstance(subset, dict) and subset else ""
@@ -136,7 +136,7 @@ def make_selection(manifest: Manifest, subset: object, weights: SampleWeights | 
 
 
 def _shard_weights(manifest: Manifest, weights: Mapping[str, float]) -> np.ndarray[Any, Any]:
-    """(shards,): each shard's weight, by the first pattern that its name fits."""
+    """Compute (shards,): each shard's weight, by the first pattern that its name fits."""
     keys = [shard.key for shard in manifest.shards]
     fits = [next((pattern for pattern in weights if fnmatchcase(key, pattern)), None) for key in keys]
     if None in fits:
@@ -159,7 +159,7 @@ def _is_weight(weight: object) -> bool:
 
 
 def check_selection(*, shuffle: bool, is_weighted: bool, is_audited: bool) -> None:
-    """Raise ConfigError where weights cannot do what is asked for."""
+    """Raise ConfigError where weights conflict with other arguments."""
     if is_weighted and not shuffle:
         raise ConfigError("weights= with shuffle=False: drawing by weights is random; leave out one of the two")
     if is_weighted and is_audited:
@@ -191,7 +191,7 @@ def check_order(**choices: object) -> None:
 
 
 def parse_cache_limit(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> int | None:
-    """The cache's size in bytes, None if not given. Raises ConfigError if it is no size, or there is no cache."""
+    """Parse the cache's size in bytes, None if not given. Raises ConfigError if it is no size, or there is no cache."""
     if cache_limit is None:
         return None
     if cache_dir is None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CostArguments:
-    """What a loader was told of costs: to balance its ranks by, to bucket by, and to batch by; None where nothing.
+    """The arguments about costs: to balance the ranks by, to bucket by, and to batch by; None where not given.
 
     Raises:
         ConfigError: a value, or a combination with the other arguments, cannot work; says what would.
@@ -78,7 +78,7 @@ class CostArguments:
         storage_options: Mapping[str, Any] | None,
         cache_dir: str | os.PathLike[str] | None,
     ) -> tuple[Share, SampleCosts | None]:
-        """The share with what it is cut by, and the costs to bucket by, from the indexes beside the manifest.
+        """Read the indexes beside the manifest: return the share with its costs, and the costs to bucket by.
 
         Raises:
             DatasetError: an index is missing or damaged; says what to run.

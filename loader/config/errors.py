@@ -34,7 +34,7 @@ _DONE = {"skip": "skipped", "replace": "replaced"}
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorArguments:
-    """What a loader was told of samples that cannot be read, decoded or transformed.
+    """The arguments about samples that cannot be read, decoded or transformed.
 
     Raises:
         ConfigError: a value, or a combination with the other arguments, cannot work; says what would.
@@ -71,10 +71,10 @@ class ErrorArguments:
             )
         if on_error == "stop":
             given = {"max_errors": max_errors or None, "quarantine": quarantine, "avoid": avoid}
-            told = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-            if told:
+            unused = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+            if unused:
                 raise ConfigError(
-                    f"{', '.join(told)} with on_error='stop', where the first bad sample ends the run; give "
+                    f"{', '.join(unused)} with on_error='stop', where the first bad sample ends the run; give "
                     "on_error='replace' or 'skip' too"
                 )
             return ErrorArguments(
@@ -120,11 +120,11 @@ class ErrorArguments:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a bad sample is not an error."""
+        """Return whether the run continues after a bad sample."""
         return self.on_error != "stop"
 
     def open(self, manifest: Manifest, share: Share, selection: Selection | None) -> ErrorPolicy:
-        """What to do in this data set."""
+        """Choose the policy for this data set."""
         if not self.goes_on:
             return ErrorPolicy(self, manifest, selection, None)
         from ..reading.bad.file import QuarantineFile, read_quarantine
@@ -153,9 +153,9 @@ class ErrorArguments:
 
 @dataclass(frozen=True, slots=True)
 class ErrorPolicy:
-    """What is done about bad samples of one data set: ``avoided`` ids and ``avoided_chunks`` are bad untried."""
+    """The policy for bad samples of one data set: ``avoided`` ids and ``avoided_chunks`` are bad untried."""
 
-    told: ErrorArguments
+    arguments: ErrorArguments
     manifest: Manifest
     selection: Selection | None
     bad: BadSamples | None
@@ -163,8 +163,8 @@ class ErrorPolicy:
     avoided_chunks: frozenset[int] = frozenset()
 
     def replacer(self, chunks: ChunkSource, work: RowWork, *, counts: bool = True) -> Replacer | None:
-        """What replaces bad samples, None where they are not; of one that only looks nothing is counted or written."""
-        if self.bad is None or self.told.on_error != "replace":
+        """Make the replacer of bad samples, None if none are replaced. Without ``counts`` it records nothing."""
+        if self.bad is None or self.arguments.on_error != "replace":
             return None
         from ..decoding.replace import Replacer
         from ..reading.bad.samples import BadSamples, Limit

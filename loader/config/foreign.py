@@ -54,7 +54,7 @@ P = ParamSpec("P")
 
 
 def refuse_foreign(init: Callable[P, None]) -> Callable[P, None]:
-    """Answer arguments as other loaders have them with a ConfigError, and leave others that are unknown to Python.
+    """Answer arguments of other loaders with a ConfigError, and leave other unknown ones to Python.
 
     A wrapper, so that type checkers and ``help`` see the loader's own arguments alone.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupArguments:
-    """What this process reads, by its stage of a pipeline, and its part of sequences; None where all and whole.
+    """This process's columns, by its pipeline stage, and its part of sequences; None where all and whole.
 
     Raises:
         ConfigError: a value, or a combination with the other arguments, cannot work; says what would.
@@ -61,7 +61,7 @@ class GroupArguments:
         return GroupArguments(stages=stages, cut=PlacedCut.read(sequence_cut, mesh, data_dims))
 
     def choose_columns(self, manifest: Manifest, names: list[str] | None) -> list[str] | None:
-        """The columns of ``names`` that this process reads, perhaps none; None for all.
+        """Choose the columns of ``names`` that this process reads, perhaps none; None for all.
 
         Raises:
             ConfigError: a field that stages read is not in the data set.
@@ -69,9 +69,9 @@ class GroupArguments:
         return names if self.stages is None else self.stages.choose(manifest.fields, names)
 
     def cut_batches(self, fields: Sequence[str], read: Sequence[str] | None, *, are_made: bool) -> PlacedCut | None:
-        """Its part of sequences, of batches of samples with ``fields``, of which ``read`` are read here, None for all.
+        """Cut sequences in batches of ``fields``, of which ``read`` are read here, None for all.
 
-        ``are_made``: a function of the user's makes the fields of batches.
+        ``are_made``: a user's function makes the fields of batches.
 
         Raises:
             ConfigError: a field that is cut is not among them.

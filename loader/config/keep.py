@@ -54,11 +54,11 @@ class Sieve:
         self.decoders = FieldDecoders(None)  # values come as they are stored
 
     def fields(self, known: Collection[str]) -> list[str] | None:
-        """What it sees of samples that have the ``known`` fields: its columns with the marks of their nulls, or all."""
+        """List its fields of samples with the ``known`` ones: its columns with the marks of their nulls, or all."""
         return None if self.columns is None else [*self.columns, *null_marks(self.columns, known)]
 
     def holds(self, rows: Rows) -> BoolArray:
-        """(n,): which of the rows, of its ``fields`` alone, stay. Raises what the predicate raises."""
+        """Compute (n,) bool: the rows, of its ``fields`` alone, that stay. Raises the predicate's errors."""
         if isinstance(self._keep, Keep):
             fields: dict[str, Any] = dict(rows.fields)
             missing = [name for name in self._keep.columns if name not in fields]

@@ -65,9 +65,9 @@ _OF_ONE_DATA_SET = {
 
 @dataclass(frozen=True, kw_only=True)
 class AskedSource:
-    """A data set as a loader is to open it, with all arguments that mean it.
+    """A data set that a loader opens, with all arguments that concern it.
 
-    ``name`` is the one that it has in a mixture, "" where it is read alone. ``subset`` and ``weights`` are checked once
+    ``name`` is its name in a mixture, "" where it is read alone. ``subset`` and ``weights`` are checked once
     its samples are known.
     """
 
@@ -222,7 +222,7 @@ class LoaderConfig:
             )
         )
         self._set(cache_bytes=parse_cache_limit(self.cache_dir, self.cache_limit))
-        if self.is_mixture:  # what is wrong with one source comes after what is wrong with the loader
+        if self.is_mixture:  # errors of one source come after those of the loader
             packers: dict[int, Packer] = {}
             self._set(reshapings=tuple(_read_reshaping(each, packers) for each in self.sources))
 
@@ -236,7 +236,7 @@ class LoaderConfig:
 
     @property
     def drops(self) -> bool:
-        """Whether any source drops or packs samples, so that only reading tells what batches there are."""
+        """Return whether any source drops or packs samples, so that only reading determines the batches."""
         return self.on_error == "skip" or any(each.drops for each in self.sources)
 
     @property
@@ -245,7 +245,7 @@ class LoaderConfig:
 
     @property
     def maps_files(self) -> MappedReads:
-        """Whether values may be read from files when they are due: what is wrong with a chunk then ends the run."""
+        """The values that may be read from mapped files only when due: an error in a chunk then ends the run."""
         if self.errors.goes_on or self.errors.max_bad_chunks:
             return False
         return "views" if self.raw == "view" else True
@@ -279,7 +279,7 @@ class LoaderConfig:
         )
 
     def _read_reshaping(self) -> Reshaping | None:
-        """What a data set that is read alone drops or packs."""
+        """Read the arguments for dropping and packing in a data set that is read alone."""
         of = self.keep, self.may_drop, self.transform, self.packing, self.costs, self.on_error
         return Reshaping.of(*of)
 
@@ -291,7 +291,7 @@ class LoaderConfig:
         return resolve_cuda(self.device)
 
     def _open_codec(self, asked_processes: int) -> device_codec.DeviceCodec | None:
-        """The codec for decoders that ask for the device; None where none does."""
+        """Open the codec for decoders that ask for the device; None where none does."""
         named = self.decode.items() if isinstance(self.decode, Mapping) else ()
         fields = sorted(name for name, decoder in named if decodes_on_device(decoder))
         if not fields:
@@ -316,7 +316,7 @@ class LoaderConfig:
 
 
 def _read_reshaping(asked: AskedSource, packers: dict[int, Packer]) -> Reshaping | None:
-    """What a source of a mixture drops or packs. Sources with the same settings share a packer and its tokenizer."""
+    """Read a mixture source's arguments for dropping and packing. Equal settings share a packer and its tokenizer."""
     from ..packing.packer import Packer
 
     def open_packer(packing: Packing) -> Packer:

@@ -1,4 +1,4 @@
-"""What users say of a mixture: its sources, how much of each, and when an epoch ends."""
+"""Mixtures as users describe them: sources, their weights, and the end of an epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Inherited:
-    """What a source has not given. There is one of it in each process, also where a source is copied or sent."""
+    """The default of a source's arguments: one object in each process, also where a source is copied or sent."""
 
     def __repr__(self) -> str:
         return "<the loader's>"
@@ -73,7 +73,7 @@ class Source:
             raise ConfigError(f"Source(subset={self.subset!r}): give a Subset, such as Subset.share(0, 0.1)")
 
     def fill(self, **defaults: Any) -> Source:
-        """The same source with the loader's arguments where it has none of its own."""
+        """Fill in the loader's arguments where the source has none of its own."""
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is _INHERITED}
         filled = replace(self, **missing)
         if "may_drop" in missing and filled.transform is None:  # it is about other sources' transforms
@@ -153,11 +153,11 @@ class Mixture:
         check_weights(dict(zip((leaf for leaf, _ in self.leaves()), change.weights, strict=True)), self.stratified)
 
     def packs(self, packing: Packing | None) -> bool:
-        """Whether any source is packed by a loader that has this ``packing``."""
+        """Return whether any source is packed by a loader that has this ``packing``."""
         return any(source.fill(packing=packing).packing is not None for _, source in self.leaves())
 
     def drops(self, **defaults: Any) -> bool:
-        """Whether any source drops or packs samples in a loader that has these arguments.
+        """Return whether any source drops or packs samples in a loader that has these arguments.
 
         Raises:
             ConfigError: ``may_drop`` is given, and no source has a transform.
@@ -168,7 +168,7 @@ class Mixture:
         return any(of.keep is not None or bool(of.may_drop) or of.packing is not None for of in filled)
 
     def leaves(self) -> Iterator[tuple[str, Source]]:
-        """Every source by its full name, nested ones included, in order."""
+        """Yield every source by its full name, nested ones included, in order."""
         for name, value in self.sources.items():
             if isinstance(value, Mixture):
                 for inner, source in value.leaves():
@@ -177,7 +177,7 @@ class Mixture:
                 yield name, value if isinstance(value, Source) else Source(name, weight=value)
 
     def changes(self) -> tuple[WeightChange, ...]:
-        """The weights of all sources from each position on at which some change, from 0 on."""
+        """List the weights of all sources from each position on at which some change, from 0 on."""
         from ..order.mixtures.mixture import WeightChange
 
         positions = sorted({0, *self._positions()})
@@ -190,7 +190,7 @@ class Mixture:
                 yield from value._positions()
 
     def _weights_at(self, position: int) -> Iterator[float]:
-        """The weights of all leaves: those of a mixture inside are shares of its own."""
+        """Yield the weights of all leaves at a position: those of an inner mixture are shares of its own."""
         current = {n: v.weight if isinstance(v, Source | Mixture) else v for n, v in self.sources.items()}
         for start in sorted(start for start in self.schedule if start <= position):
             current.update(self.schedule[start])
@@ -245,7 +245,7 @@ def _own_names(weights: object, names: Sequence[str], where: str) -> Mapping[str
 def update_weights(
     names: Sequence[str], current: Sequence[float], weights: Mapping[str, float], stratified: bool
 ) -> tuple[float, ...]:
-    """The weights of all sources by full name, where ``weights`` says some of them anew.
+    """Update the weights of all sources by full name with those in ``weights``.
 
     Raises:
         ConfigError: a name or a weight is not possible.

@@ -1,4 +1,4 @@
-"""What a loader, or a source of a mixture, is told to drop and to pack, and the work that follows from it."""
+"""The arguments for dropping and packing, of a loader or a source of a mixture, and the work that they ask for."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ FILTER = "filter"
 
 @dataclass(frozen=True, slots=True)
 class Reshaping:
-    """What changes the number of samples: ``sieve`` asks ``keep=``, with ``may_drop`` the transform may return None,
-    ``packer`` makes sequences of documents, and with ``skips`` bad samples are dropped; ``only_skips``: no others."""
+    """The operations that change the number of samples: keep, drop, pack and skip.
+
+    ``sieve`` asks ``keep=``, with ``may_drop`` the transform may return None, ``packer`` makes sequences of documents,
+    and with ``skips`` bad samples are dropped; ``only_skips``: no others.
+    """
 
     sieve: Sieve | None
     may_drop: bool
@@ -46,7 +49,7 @@ class Reshaping:
         *,
         open_packer: Callable[[Packing], Packer] | None = None,
     ) -> Reshaping | None:
-        """None where every sample is delivered. Raises ConfigError where the arguments do not fit each other."""
+        """Read the arguments; None where every sample is delivered. Raises ConfigError where they conflict."""
         if not isinstance(may_drop, bool):
             raise ConfigError(f"may_drop={may_drop!r}: must be True or False")
         if may_drop and transform is None:
@@ -59,12 +62,12 @@ class Reshaping:
         given = {}
         if costs is not None:
             given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
-        told = [f"{name}=" for name, value in given.items() if value is not None]
-        if told:
+        named = [f"{name}=" for name, value in given.items() if value is not None]
+        if named:
             streams = {"keep=": keep is not None, "may_drop=True": may_drop, "packing=": packing is not None}
             streams["on_error='skip'"] = skips
             raise ConfigError(
-                f"{' and '.join(told)} with {next(name for name, is_given in streams.items() if is_given)}: costs are "
+                f"{' and '.join(named)} with {next(name for name, is_given in streams.items() if is_given)}: costs are "
                 "known of samples as they are stored, not of those that are left or of sequences; leave out one of the "
                 "two, or select by subset="
             )
@@ -81,7 +84,7 @@ class Reshaping:
         )
 
     def columns_of_batches(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
-        """The ``columns`` that are decoded: of documents that are packed as they are read, what is packed.
+        """Choose the ``columns`` that are decoded: of documents that are packed as they are read, the packed ones.
 
         Raises:
             ConfigError: there is no such field, or it is not among ``columns``.
@@ -100,11 +103,11 @@ class Reshaping:
         return needed
 
     def packing_for(self, manifest: Manifest) -> tuple[Packer, int] | None:
-        """The packer, and how many samples it packs together."""
+        """Get the packer, and the number of samples that it packs together."""
         return None if self.packer is None else (self.packer, self.packer.choose_unit(mean_row_bytes(manifest)))
 
     def kind_for(self, manifest: Manifest) -> dict[str, Any]:
-        """What a state tells of it, as far as states know: functions they cannot compare."""
+        """Describe it for a state, as far as states can: they cannot compare functions."""
         packing = self.packing_for(manifest)
         if packing is None:
             return {"kind": FILTER}
@@ -112,11 +115,11 @@ class Reshaping:
 
     @property
     def asks_about_all(self) -> bool:
-        """Whether ``keep=`` is asked about whatever fields are delivered."""
+        """Return whether ``keep=`` is asked about whatever fields are delivered."""
         return self.sieve is not None and self.sieve.columns is None
 
     def columns_to_read(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
-        """The decoded ``columns``, and those that ``keep=`` asks about. Raises ConfigError where one is unknown."""
+        """Choose the decoded ``columns``, and those that ``keep=`` needs. Raises ConfigError where one is unknown."""
         if self.sieve is not None and self.sieve.columns is None and self.packer is not None:
             return None  # keep= gets the whole sample
         asked = [] if self.sieve is None or self.sieve.columns is None else list(self.sieve.columns)
@@ -132,5 +135,5 @@ class Reshaping:
 
 
 def fields_of_rows(manifest: Manifest, columns: Sequence[str] | None) -> Collection[str] | None:
-    """What rows consist of whose decoded columns are ``columns``, as where nothing is dropped; None for all fields."""
+    """List the fields of rows whose decoded columns are ``columns``, without drops; None for all fields."""
     return None if columns is None else names_read(columns, manifest.fields)

@@ -1,4 +1,4 @@
-"""How much runs at once, as users give it."""
+"""The user's arguments for parallelism."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_tuning(
     memory_limit: int | str,
     processes: int | Literal["auto"],
 ) -> TuningChoice:
-    """What was chosen of threads and read-ahead. Raises ConfigError where that is impossible."""
+    """Read the choices of threads and read-ahead. Raises ConfigError where one is impossible."""
     counts: dict[str, Any] = {"threads": threads, "fetch_threads": fetch_threads}
     for name, value in counts.items():
         if value != "auto":

@@ -1,1 +1,1 @@
-"""From rows of opened chunks to a batch."""
+"""Decoding: from rows of opened chunks to a batch."""

@@ -1,4 +1,4 @@
-"""NumPy's .npy and .npz, read within bounds: sizes that a header states are compared with what is there first."""
+"""NumPy's .npy and .npz, read within bounds: sizes in a header are first compared with the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_ARRAYS = 10_000
-# What the arrays of one archive may take together: this much, or this many times the archive, if that is more.
+# Limits of one archive's arrays together: this many bytes, or this many times the archive, if that is more.
 _MOST_BYTES, _MOST_RATIO = 1 << 30, 8
 _MOST_VALUE_BYTES = 1 << 20  # of a value of an empty array
 # The header that NumPy writes of numbers: magic, version 1.0, its length, then the text of a dict.
@@ -33,13 +33,13 @@ _TRIES = 20
 
 
 def read_npy(data: memoryview) -> AnyArray:
-    """The array of a .npy. Raises DecodeError or ValueError where it is none, is cut off, or holds objects."""
+    """Read the array of a .npy. Raises DecodeError or ValueError where it is invalid, cut short, or holds objects."""
     usual = _read_usual(data)
     return _again(lambda: _read_any(data)) if usual is None else usual
 
 
 def _again(read: Callable[[], T]) -> T:
-    """What ``read`` returns, at its first call that ends without a SystemError.
+    """Call ``read``, again after a SystemError, and return its result.
 
     NumPy reads headers by Python's ``ast``. In some versions of Python, 3.11.7 among them, all threads share its count
     of depth, and a call that finds another's count there raises SystemError, which says nothing of the data.
@@ -56,7 +56,7 @@ def _read_any(data: memoryview) -> AnyArray:
 
 
 def _read_usual(data: memoryview) -> AnyArray | None:
-    """The array of a .npy of numbers as NumPy writes it; None where it is another, or not whole."""
+    """Read a .npy of numbers as NumPy writes it; None for any other, or one that is cut short."""
     found = _USUAL.match(data)
     if found is None or found.end() != 10 + int.from_bytes(found[1], "little"):
         return None
@@ -70,7 +70,7 @@ def _read_usual(data: memoryview) -> AnyArray | None:
 
 
 def read_npz(data: memoryview) -> dict[str, Any]:
-    """The arrays of a .npz by name; members that are no .npy as bytes.
+    """Read the arrays of a .npz by name; members that are no .npy as bytes.
 
     Raises:
         DecodeError: it is none, or its arrays are too many or too large together.
@@ -126,6 +126,6 @@ def _check_size(stream: IO[bytes], size: int) -> None:
 
 
 def _is_overflown(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype, or one inside of it, has so long a text that NumPy's count of its bytes fell below zero."""
+    """Return whether the text of a dtype, or of one inside it, is so long that NumPy's count of its bytes overflows."""
     parts = [dtype.base] if dtype.subdtype else [field[0] for field in (dtype.fields or {}).values()]
     return dtype.itemsize < 0 or any(map(_is_overflown, parts))

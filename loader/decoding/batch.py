@@ -43,7 +43,7 @@ _STORED = (torch.uint16, torch.uint32)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A field's unsigned numbers as they are stored, which are widened to int64 on the device that they go to."""
+    """Unsigned numbers of a field as they are stored; the device that they go to widens them to int64."""
 
     tensor: torch.Tensor
 
@@ -75,12 +75,12 @@ class BatchMaker:
 
     @property
     def parts(self) -> int:
-        """How many threads or processes work at once."""
+        """Number of threads or processes that work at once."""
         return (self.pool.max_threads or 1) if self.workers is None else self.workers.processes
 
     @property
     def processes(self) -> int:
-        """How many worker processes decode now."""
+        """Number of worker processes that decode now."""
         if self.images is not None:
             return self.images.running
         return 0 if self.workers is None else self.workers.processes
@@ -137,22 +137,22 @@ class BatchMaker:
         return RowJob(self.crew, rows, epoch, keys)
 
     def _draws(self) -> bool:
-        """Whether rows may need random numbers."""
+        """Return whether rows may need random numbers."""
         return self.options.transform is not None or any(self.decoders.settled.values())
 
     def _waits(self, rows: Rows) -> bool:
-        """Whether rows are copied no sooner than when their batch is due."""
-        return bool(rows.late) and not rows.keep_chunks and not self.works_on(rows)
+        """Return whether rows are copied only when their batch is due."""
+        return bool(rows.late) and not rows.keeps_chunks and not self.works_on(rows)
 
     def works_on(self, rows: Rows) -> bool:
-        """Whether there is more to do with copied rows than to hand them out."""
+        """Return whether copied rows need more work before they are handed out."""
         options, settled = self.options, self.decoders.settled
         has_work = options.transform is not None or options.collate is not None or bool(options.avoided)
         return has_work or any(settled.get(name) is not None for name in rows.fields)
 
     @property
     def crew(self) -> RowCrew:
-        """Who works on rows."""
+        """The crew that works on rows."""
         return RowCrew(
             work=self.options.work,
             decoders=self.decoders,
@@ -170,11 +170,11 @@ class BatchMaker:
         )
 
     def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:
-        """A batch of samples that are decoded and transformed; the numbers are as in ``start``."""
+        """Make a batch of decoded and transformed samples; the numbers are as in ``start``."""
         return JoinedBatch(self, samples, ids, num_rows, num_valid)
 
     def extras(self, ids: IntArray, num_valid: int) -> dict[str, torch.Tensor]:
-        """The fields that the loader adds to those of samples with these ids, (n,), of which the first count."""
+        """Make the fields that the loader adds to samples with these ids, (n,); the first ``num_valid`` count."""
         extras = {}
         if self.options.with_ids:
             columns = {IDS: ids} if self.options.identify is None else self.options.identify(ids)
@@ -184,7 +184,7 @@ class BatchMaker:
         return extras
 
     def complete(self, batch: dict[str, Any], ids: IntArray, num_rows: int, num_valid: int) -> dict[str, Any]:
-        """A batch of fields with those that the loader adds, cut to the rows that it has, as it is handed out."""
+        """Add the loader's own fields to a batch of fields, cut it to its rows, and finish it."""
         batch = {**batch, **self.extras(ids, num_valid)}
         whole = batch if num_rows == len(ids) else {name: values[:num_rows] for name, values in batch.items()}
         finished: dict[str, Any] = self.finish(whole, num_rows)
@@ -194,7 +194,7 @@ class BatchMaker:
         return finished
 
     def finish(self, batch: Batch, num_rows: int) -> Batch:
-        """A batch as it is handed out."""
+        """Pass a batch through the user's ``finish``, if there is one."""
         return batch if self.options.finish is None else self.options.finish(batch, num_rows)
 
 
@@ -205,31 +205,31 @@ class UnfinishedBatch(ABC):
 
     @abstractmethod
     def result(self) -> Batch:
-        """The batch, waited for; called once, by one thread.
+        """Wait for the batch; called once, by one thread.
 
         Raises what decoding, transform or collation raised, or LoaderClosedError if cancelled.
         """
 
     @abstractmethod
     def cancel(self) -> None:
-        """It is no longer wanted."""
+        """Cancel it: the batch is no longer wanted."""
 
     @property
     def is_on_call(self) -> bool:
-        """Whether it is made when it is asked for, or by ``begin``."""
+        """Return whether the batch is made only when asked for, or by ``begin``."""
         return False
 
     def begin(self) -> None:  # noqa: B027 - most have begun when they are made
-        """It is wanted soon; called by one thread."""
+        """Begin to make it, as it is wanted soon; called by one thread."""
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left but to put it together; any thread may ask."""
+        """Return whether all but collation is done; any thread may ask."""
         return True
 
     @property
     def replaced(self) -> IntArray | None:
-        """Of the rows that count, once there is a result: (n, 2) planned ids, and the ids that came instead."""
+        """Replaced rows among those that count, once there is a result: (n, 2) planned ids and their substitutes."""
         return None
 
 
@@ -283,7 +283,7 @@ class PendingBatch(UnfinishedBatch):
 
 
 def wait_for_rows(job: Future[RowJob]) -> RowJob:
-    """The work on rows, once these are copied. Raises LoaderClosedError where they no longer are."""
+    """Wait until rows are copied; return the work on them. Raises LoaderClosedError if they never will be."""
     try:
         return job.result()
     except (CancelledError, PoolClosedError) as exc:
@@ -291,13 +291,13 @@ def wait_for_rows(job: Future[RowJob]) -> RowJob:
 
 
 def cancel_rows(job: Future[RowJob]) -> None:
-    """Have rows copied no more, or no more worked on."""
+    """Stop copying rows, or working on them."""
     if not job.cancel() and (begun := _begun(job)) is not None:
         begun.cancel()
 
 
 def are_rows_done(job: Future[RowJob]) -> bool:
-    """Whether all is done with rows but what is made when their batch is asked for."""
+    """Return whether rows are done, except work left until their batch is asked for."""
     return isinstance(job, Call) or ((begun := _begun(job)) is not None and begun.is_done)
 
 
@@ -332,12 +332,12 @@ class JoinedBatch(UnfinishedBatch):
 
 
 def _gather_views(values: Any) -> Any:
-    """A field's views as one value again, where a transform left them as they were."""
+    """Join a field's views into one value again, where a transform left them as they were."""
     kinds = set(map(type, values)) if isinstance(values, list) else set()
     are_views = memoryview in kinds and kinds <= {memoryview, type(None)}
     return ByteViews(values) if are_views and all(v is None or _is_plain(v) for v in values) else values
 
 
 def _is_plain(view: memoryview) -> bool:
-    """Whether these are bytes in a row: a transform may also leave every second one, or numbers."""
+    """Return whether a view is contiguous bytes: a transform may also leave every second one, or numbers."""
     return view.format == "B" and view.ndim == 1 and view.c_contiguous

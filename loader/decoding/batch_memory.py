@@ -1,7 +1,7 @@
-"""Memory of batches that is used again: new memory costs a page fault for each 4 KiB, which is more than filling it.
+"""Reused memory for batches: fresh memory costs a page fault for each 4 KiB, more than filling it does.
 
 A block is lent as an array, until nothing refers to any view of it, or tensor on it (`penstock.storage.memory.leases`).
-Whoever keeps a batch keeps its block, and others are made instead. Where batches go to a device, blocks are pinned, so
+A kept batch keeps its block, and a new one is made instead. Where batches go to a device, blocks are pinned, so
 that the copies start from them.
 
 Mutable state: the free blocks and where pinned ones lie, under a lock, and the leases.
@@ -43,7 +43,7 @@ class BatchMemory:
         self._lock = threading.RLock()  # a collection of garbage may come back here at any allocation
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
-        """As ``np.empty``: a writable, contiguous array with values that mean nothing."""
+        """Like ``np.empty``: a writable, contiguous array of arbitrary values."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _LEAST_BYTES:
             return np.empty(shape, dtype)
@@ -74,14 +74,14 @@ class BatchMemory:
         return block
 
     def is_pinned(self, address: int, nbytes: int) -> bool:
-        """Whether these bytes, of an array that is lent, are page-locked."""
+        """Return whether these bytes, of an array that is lent, are page-locked."""
         with self._lock:
             number = bisect_right(self._pinned, (address, math.inf)) - 1
             return number >= 0 and address + nbytes <= self._pinned[number][1]
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are kept and that nobody uses."""
+        """Bytes of blocks that are kept and unused."""
         with self._lock:
             self._settle()
             return self._free_bytes
@@ -108,7 +108,7 @@ class BatchMemory:
                 self._drop([block])
 
     def _forget_others(self, nbytes: int) -> None:
-        """Drop the blocks of all other sizes: what is lent now is of another size than it was. Holds the lock."""
+        """Drop the blocks of all other sizes, as the size that is lent has changed. Holds the lock."""
         kept = self._free.pop(nbytes, [])
         self._drop([block for blocks in self._free.values() for block in blocks])
         self._free = {nbytes: kept} if kept else {}
@@ -121,7 +121,7 @@ class BatchMemory:
 
 
 def new_array(memory: BatchMemory | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
-    """An array of ``memory``, or where there is none of numpy's own."""
+    """Make an array of ``memory``; without one, by numpy."""
     return np.empty(shape, dtype) if memory is None else memory.empty(shape, dtype)
 
 

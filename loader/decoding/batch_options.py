@@ -1,4 +1,4 @@
-"""What happens to gathered rows on their way into a batch."""
+"""Options for turning gathered rows into a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDS, VALID = "__id__", "__valid__"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """What happens to gathered rows. ``transform`` maps a sample to a sample, ``collate`` a list of samples to a batch.
+    """Options of a batch: ``transform`` maps a sample to a sample, ``collate`` a list of samples to a batch.
 
     ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; with ``collate``, to each sample.
 
@@ -56,7 +56,7 @@ class BatchOptions:
 
     @property
     def work(self) -> RowWork:
-        """What is done to each row."""
+        """The work on each row."""
         return RowWork(
             transform=self.transform,
             seed=self.seed,

@@ -14,11 +14,11 @@ class BatchValues(ABC):
 
     @abstractmethod
     def prepare(self, row: int, data: memoryview, rng: np.random.Generator | None) -> None:
-        """Look at a row's bytes, and draw what is random. Raises DecodeError where they are seen to be damaged."""
+        """Look at a row's bytes, and draw its random numbers. Raises DecodeError where they are visibly damaged."""
 
     @abstractmethod
     def decode(self, is_stopped: Callable[[], bool]) -> list[tuple[int, Exception]]:
-        """Decode all rows that were prepared; the rows that cannot be, with why.
+        """Decode all prepared rows; return those that failed, each with its error.
 
         Raises:
             CancelledError: ``is_stopped`` says that the values are no longer wanted.
@@ -27,12 +27,12 @@ class BatchValues(ABC):
 
     @abstractmethod
     def tensor(self) -> Any:
-        """All values as one tensor of the decoder's shape, (n, ...)."""
+        """Get all values as one tensor of the decoder's shape, (n, ...)."""
 
     @abstractmethod
     def __getitem__(self, row: int) -> Any:
-        """The value of a row."""
+        """Get the value of a row."""
 
     @abstractmethod
     def __setitem__(self, row: int, value: Any) -> None:
-        """Put another's value into a row."""
+        """Replace the value of a row by another's."""

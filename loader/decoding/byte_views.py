@@ -41,15 +41,15 @@ class GatheredBytes(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return len(self.missing)
 
     def to(self, *args: Any, **kwargs: Any) -> GatheredBytes:
-        """On another device, as ``torch.Tensor.to`` says; dtypes must stay."""
+        """Copy to another device, as ``torch.Tensor.to`` does; dtypes must stay."""
         return GatheredBytes(*(tensor.to(*args, **kwargs) for tensor in self))
 
     def pin_memory(self) -> GatheredBytes:
-        """In page-locked memory."""
+        """Copy into page-locked memory."""
         return GatheredBytes(*(tensor.pin_memory() for tensor in self))
 
 
@@ -59,7 +59,7 @@ class ByteViews:
     A view keeps its whole chunk in memory for as long as it lives, so keep ``to_bytes()`` or ``gather()`` of what is
     wanted for long. Slices are ``ByteViews`` too; equal bytes compare equal (``views[0] == b"..."``); pickling copies.
 
-    It has what a sequence has, but is no ``collections.abc.Sequence``: frameworks walk into those, down to each byte of
+    It has a sequence's methods but is no ``collections.abc.Sequence``: frameworks walk into those, down to each byte of
     a memoryview, which is one as well.
     """
 
@@ -98,15 +98,15 @@ class ByteViews:
             yield buffers[which][start:stop] if start >= 0 else None
 
     def index(self, value: object, start: int = 0, stop: int = sys.maxsize) -> int:
-        """The first row from ``start`` on, before ``stop``, whose value is equal. Raises ValueError where none is."""
+        """Find the first row from ``start`` on, before ``stop``, with an equal value. Raises ValueError if none has."""
         return list(self).index(value, start, stop)  # type: ignore[arg-type]
 
     def count(self, value: object) -> int:
-        """How many values are equal to this one."""
+        """Count the values equal to this one."""
         return list(self).count(value)  # type: ignore[arg-type]
 
     def pick(self, rows: Sequence[int] | Sequence[bool] | AnyArray | torch.Tensor) -> ByteViews:
-        """The values of ``rows``, or those where a mask of (n,) bools is True; they keep only their own chunks alive.
+        """Take the values of ``rows``, or those where a mask of (n,) bools is True; keep only their own chunks alive.
 
         Raises:
             IndexError: there is no such row, or a mask has not one value a row.
@@ -126,7 +126,7 @@ class ByteViews:
 
     @property
     def missing(self) -> AnyArray:
-        """(n,) bool: where there is no value."""
+        """(n,) bool: rows without a value."""
         absent: AnyArray = self._starts < 0
         return absent
 
@@ -137,15 +137,15 @@ class ByteViews:
 
     @property
     def are_shared(self) -> bool:
-        """Whether most are views of buffers that others are views of, too: chunks, and no copies."""
+        """Return whether most values are views of buffers that others share: chunks, not copies."""
         return 2 * len(self._buffers) <= len(self)
 
     def to_bytes(self) -> list[bytes | None]:
-        """Copies of the values."""
+        """Copy the values."""
         return [None if value is None else value.tobytes() for value in self]
 
     def gather(self) -> GatheredBytes:
-        """One tensor of all bytes and int64 offsets: one copy that keeps no chunk alive, of large ones without the GIL.
+        """Copy all bytes into one tensor with int64 offsets: keeps no chunk alive; large copies release the GIL.
 
         Raises:
             ConfigError: a value is longer than 2 GiB.
@@ -166,7 +166,7 @@ class ByteViews:
         )
 
     def arrow(self) -> pa.Array:
-        """A pyarrow array of type ``binary_view`` over the same memory, null where missing; keeps the chunks alive.
+        """Wrap the same memory in a pyarrow array of type ``binary_view``, null where missing; keeps the chunks alive.
 
         Raises:
             ConfigError: a value is longer than 2 GiB.
@@ -209,7 +209,7 @@ class ViewsOfSpan:
         self._count = 0
 
     def add(self, column: BytesColumn, rows: IntArray, lend: Lend | None) -> None:
-        """The values of ``rows``: views where the chunk may be lent, else copies, each on its own."""
+        """Add the values of ``rows``: views where the chunk may be lent, else separate copies."""
         lent = _lend(column, lend)
         if lent is not None:
             self._note([lent], [len(rows)], column.starts[rows], column.stops[rows])
@@ -225,7 +225,7 @@ class ViewsOfSpan:
         self._count += len(starts)
 
     def pad(self, count: int) -> None:
-        """Missing values, until there are ``count``."""
+        """Add missing values until there are ``count``."""
         if count > self._count:
             absent = np.full(count - self._count, -1, np.int64)
             self._note([memoryview(b"")], [len(absent)], absent, absent)
@@ -237,7 +237,7 @@ class ViewsOfSpan:
 
 
 def take_views(column: BytesColumn, rows: IntArray, lend: Lend | None) -> list[memoryview | None]:
-    """The values of ``rows`` for decoders: views where the chunk may be lent, else copies."""
+    """Take the values of ``rows`` for decoders: views where the chunk may be lent, else copies."""
     lent = _lend(column, lend)
     if lent is None:
         return column.copies(rows)
@@ -246,7 +246,7 @@ def take_views(column: BytesColumn, rows: IntArray, lend: Lend | None) -> list[m
 
 
 def _lend(column: BytesColumn, lend: Lend | None) -> memoryview | None:
-    """The column's buffer to view values in; None where they shall be copied."""
+    """Return the column's buffer to view values in; None where they must be copied."""
     if lend is None or column.bytes_about < _LEAST_SHARE * owner_of(column.buffer)[1]:
         return None
     return lend(column.buffer)

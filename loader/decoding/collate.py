@@ -22,7 +22,7 @@ def collate_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
-    """The B values of one field as a tensor, or as a list if they cannot be one.
+    """Collate the B values of one field to a tensor, or to a list if they cannot be one.
 
     - arrays, tensors and numpy scalars of one shape and dtype: (B, *shape) of that dtype; arrays (c, h, w) whose memory
       is in the order (h, w, c) stay in it
@@ -55,7 +55,7 @@ def collate_values(values: Sequence[Any], *, is_image: bool = False) -> Any:
 
 
 def images_to_tensor(pixels: AnyArray) -> torch.Tensor:
-    """(..., h, w, c) pixels as a (..., c, h, w) tensor on the same memory: a batch of four axes is channels_last."""
+    """View (..., h, w, c) pixels as a (..., c, h, w) tensor: a batch of four axes is channels_last."""
     return torch.from_numpy(pixels).movedim(-1, -3)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 
 def copy_value(value: Any) -> Any:
-    """An array, a tensor, or a list, tuple, dict, set or bytearray, with all of these in it, copied; others as is."""
+    """Copy an array, a tensor, or a list, tuple, dict, set or bytearray, with all of these in it; others stay."""
     torch = sys.modules.get("torch")  # who has no tensors need not wait for it
     if isinstance(value, np.ndarray):
         return value.copy()
@@ -24,5 +24,5 @@ def copy_value(value: Any) -> Any:
 
 
 def copy_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample with ``copy_value`` of each field."""
+    """Copy a sample by ``copy_value`` of each field."""
     return {name: copy_value(value) for name, value in sample.items()}

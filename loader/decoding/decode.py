@@ -53,7 +53,7 @@ class FieldDecoder(Protocol):
 
 
 def is_channels_first(decoder: FieldDecoder) -> bool:
-    """Whether a decoder's images are handed out as (channels, height, width)."""
+    """Return whether a decoder's images are handed out as (channels, height, width)."""
     return decoder.is_image and getattr(decoder, "layout", "chw") == "chw"
 
 
@@ -62,7 +62,7 @@ DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any]
 
 
 def field_decoder(field: str, choice: DecodeChoice, *, of_columns: bool = False) -> FieldDecoder | None:
-    """The decoder of ``field`` under the loader's ``decode=`` argument; None leaves raw bytes.
+    """Choose the decoder of ``field`` under the loader's ``decode=`` argument; None leaves raw bytes.
 
     ``choice`` None leaves every field raw. "auto" goes by the last extension, in upper or lower case:
 
@@ -186,7 +186,7 @@ class _Named:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is one of this package's, which decodes value by value on the CPU."""
+        """Return whether it is one of this package's, which decodes value by value on the CPU."""
         return self.codec is None and type(self._decoder).__module__.startswith(_PACKAGE)
 
     @property
@@ -194,11 +194,11 @@ class _Named:
         return decodes_on_device(self._decoder)
 
     def on_host(self) -> _Named:
-        """The same decoder without a device."""
+        """Make the same decoder without a device."""
         return _Named(self._field, self._decoder)
 
     def batch_values(self, count: int) -> BatchValues | None:
-        """Room for ``count`` values that are decoded on a device; None where each is decoded by itself."""
+        """Make room for ``count`` values that are decoded on a device; None where each is decoded by itself."""
         if self.codec is None:
             return None
         from .images.device_images import DeviceImages  # torch, which worker processes need not wait for
@@ -290,17 +290,17 @@ class _Codes(_Calling):
 
 
 def batch_values(decoder: FieldDecoder, count: int) -> BatchValues | None:
-    """Room for ``count`` values of a decoder that decodes them together; None where it decodes one by one."""
+    """Make room for ``count`` values of a decoder that decodes them together; None where it decodes one by one."""
     return decoder.batch_values(count) if isinstance(decoder, _Named) else None
 
 
 def decodes_on_device(decoder: object) -> bool:
-    """Whether a decoder is an ``ImageDecoder`` that asks to decode batches on the loader's device."""
+    """Return whether a decoder is an ``ImageDecoder`` that asks to decode batches on the loader's device."""
     return hasattr(decoder, "decode_planned") and getattr(decoder, "device", None) is not None
 
 
 def has_rng_parameter(function: Callable[..., Any]) -> bool:
-    """Whether a user's function has a parameter for the sample's generator."""
+    """Return whether a user's function has a parameter for the sample's generator."""
     try:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # builtins without a signature
@@ -308,7 +308,7 @@ def has_rng_parameter(function: Callable[..., Any]) -> bool:
 
 
 def check_decode(choice: DecodeChoice, raw: RawValues, processes: int = 0) -> None:
-    """Refuse what ``FieldDecoders`` cannot be made of, and worker ``processes`` to which views would be sent.
+    """Refuse invalid choices, and views that would be sent to worker ``processes``.
 
     Raises:
         ConfigError: names the argument.
@@ -327,12 +327,12 @@ def check_decode(choice: DecodeChoice, raw: RawValues, processes: int = 0) -> No
 class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
-    ``are_images`` says of a field whose name tells nothing whether it holds images: the same on every rank, so not by
+    ``are_images`` says whether a field whose name is no hint holds images: the same on every rank, so not by
     the values that happen to come first. ``of_columns``: fields are columns, whose types say what their values are;
-    their names tell of images, text, JSON and arrays alone.
+    their names only say whether they hold images, text, JSON or arrays.
     Decoders that ask for a device are given ``codec``; without one they decode on the CPU.
     With ``widens_on_device``, rows that are copied late stay as they are ``stored``, which is noted by field.
-    With ``raw`` "view", what is not decoded is handed out as views of chunks, and users' functions are given views.
+    With ``raw`` "view", undecoded values are handed out as views of chunks, and users' functions are given views.
 
     Raises:
         ConfigError: ``choice`` is none of what ``field_decoder`` takes, or ``raw`` is neither "bytes" nor "view".
@@ -350,7 +350,7 @@ class FieldDecoders:
         self.stored: set[str] = set()
 
     def copy(self) -> FieldDecoders:
-        """Decoders that begin with what is settled here; what they settle later does not come back."""
+        """Copy the decoders settled here; the copy settles further ones by itself."""
         copied = FieldDecoders(self.choice, self.raw, codec=self.codec)
         copied.settled.update(self.settled)
         copied.are_images = self.are_images
@@ -358,7 +358,7 @@ class FieldDecoders:
         return copied
 
     def on_host(self) -> FieldDecoders:
-        """A copy that decodes on the CPU."""
+        """Copy the decoders, to decode on the CPU."""
         copied = self.copy()
         copied.codec = None
         for name, decoder in self.settled.items():
@@ -367,7 +367,7 @@ class FieldDecoders:
         return copied
 
     def of(self, name: str, column: BytesColumn | ObjectColumn) -> FieldDecoder | None:
-        """The decoder of a column's values; of those that are Python's already, one that the user named, or none."""
+        """Get the decoder of a column's values; for Python values, one that the user named, or none."""
         if name not in self.settled:
             decoder = self.settled[name] = self._settle(name, column)
             if self.raw == "view" and isinstance(decoder, _Calling):
@@ -386,7 +386,7 @@ class FieldDecoders:
         return decoder
 
     def dtype_of(self, values: AnyArray) -> np.dtype[Any]:
-        """The dtype in which numbers are handed out: unsigned ones are widened, as torch supports them poorly.
+        """Get the dtype in which numbers are handed out: unsigned ones are widened, as torch supports them poorly.
 
         uint64 stays, as there is no wider type.
         """

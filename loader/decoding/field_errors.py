@@ -1,4 +1,4 @@
-"""What a decoder raised, as an error of this package that names the field."""
+"""Errors of decoders, as errors of this package that name the field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import ConfigError, DecodeError, MemoryLimitError
 
 
 def field_error(field: str, data: Any, exc: Exception, *, is_own: bool = False) -> Exception:
-    """The error for a value of ``field`` whose decoder raised ``exc``; ``is_own``: by a reader that its name chose."""
+    """Make the error for a value of ``field`` whose decoder raised ``exc``; ``is_own``: a reader chosen by its name."""
     if isinstance(exc, ConfigError):
         return exc
     size = f"{len(data):,} bytes" if isinstance(data, bytes | memoryview) else f"a {type(data).__name__}"

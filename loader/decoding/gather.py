@@ -83,7 +83,7 @@ class FieldsOfSpan:
         self._viewed: set[MappedFile] = set()
 
     def add(self, block: Block, group: ChunkRows) -> None:
-        """The rows of ``group``, which lie in ``block``."""
+        """Add the rows of ``group``, which lie in ``block``."""
         for name, column in block.columns.items():
             if isinstance(column, ArrayColumn):
                 self._add_array(name, column, group)
@@ -154,7 +154,7 @@ class FieldsOfSpan:
             source.take(group.rows, out=out, mode="clip")  # "raise" would copy twice
 
     def finish(self, ids: IntArray, planned: IntArray | None, epochs: IntArray | None = None) -> Rows:
-        """All rows, whose ids these are, and the epochs of their sources.
+        """Put all rows in order; these are their ids, and the epochs of their sources.
 
         Raises:
             ObjectChangedError, NotFoundError: a file that views are of is not as it was when it was indexed.
@@ -194,7 +194,7 @@ class FieldsOfSpan:
 
     @cached_property
     def _order(self) -> IntArray:
-        """(n,) int64: which of the rows in the order of arrival comes i-th."""
+        """Compute (n,) int64: the place by arrival of the i-th row."""
         order = np.empty(self._num_rows, np.int64)
         order[np.concatenate(self._targets)] = np.arange(self._num_rows)
         return order

@@ -114,7 +114,7 @@ class MixedBatch(UnfinishedBatch):
 
 
 def _merge(parts: Sequence[tuple[IntArray, Any]], count: int) -> Any:
-    """The values of a field, of all rows in order: what a batch has that is made of their samples."""
+    """Merge the parts' values of a field, in the order of all rows, as collating all their samples would."""
     tensors = [values for _, values in parts if isinstance(values, torch.Tensor)]
     are_all = len(tensors) == len(parts) and sum(len(where) for where, _ in parts) == count
     if are_all and len({(values.dtype, values.shape[1:]) for values in tensors}) == 1:

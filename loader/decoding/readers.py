@@ -1,4 +1,4 @@
-"""What bytes are by a field's extension: images, and values that a function of bytes reads."""
+"""Readers by a field's extension: of images, and of values that a function of bytes reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .arrays import read_npy, read_npz
 
 
 def read_text(data: Any) -> str:
-    """UTF-8 text; a column of text as it is, and other values as Python writes them."""
+    """Read UTF-8 text; text of a column as it is, and other values as Python writes them."""
     return str(data, "utf-8") if isinstance(data, bytes | memoryview) else str(data)
 
 

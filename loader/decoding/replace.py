@@ -33,7 +33,7 @@ _KEPT_BLOCKS = 4
 
 
 def tell_bad(errors: Sequence[RowError], rows: Rows, epoch: int, manifest: Manifest, bad: BadSamples) -> None:
-    """Count bad rows and write them down; those that are avoided are known.
+    """Count bad rows and write them to the quarantine file; avoided ones are known already.
 
     Raises:
         RowError: more are bad than may be; names the row, and in its cause the counts.
@@ -56,7 +56,7 @@ def tell_bad(errors: Sequence[RowError], rows: Rows, epoch: int, manifest: Manif
 
 
 def describe_bad(error: RowError, rows: Rows, epoch: int, manifest: Manifest) -> Quarantined:
-    """What the quarantine file says of a bad row."""
+    """Make the quarantine file's record of a bad row."""
     sample_id = int(rows.ids[error.row])
     shard, number = manifest.shard_of(sample_id)
     chunk = int(np.searchsorted(manifest.first_ids, sample_id, side="right")) - 1
@@ -83,7 +83,7 @@ def _reason(error: RowError) -> str:
 
 
 class Replacer:
-    """Finds and places what replaces bad rows. Used by the thread that finishes batches.
+    """Finds and places substitutes for bad rows. Used by the thread that finishes batches.
 
     Reads single samples: the chunk of each, of which the last few are kept.
     """
@@ -96,7 +96,7 @@ class Replacer:
         self._blocks: OrderedDict[int, Block] = OrderedDict()
 
     def replace(self, task: RowTask, rows: Rows, results: RowResults, decoders: FieldDecoders) -> IntArray:
-        """Put another sample into each place of ``results.failed``; the ids of all rows then, (n,).
+        """Put another sample into each place of ``results.failed``; return the ids of all rows then, (n,).
 
         Raises:
             DatasetError: more samples are bad than may be, or nothing is found that could replace one.
@@ -169,7 +169,7 @@ class Replacer:
 
 
 def _fits(results: RowResults, found: RowResults) -> bool:
-    """Whether the values can stand in the batch's arrays: they have all of these fields, in the same shapes."""
+    """Return whether the values fit the batch's arrays: they have all of these fields, in the same shapes."""
     for name, values in results.values.items():
         there = found.values.get(name)
         if isinstance(values, BatchValues) and not isinstance(there, BatchValues):
@@ -191,7 +191,7 @@ def _place(row: int, task: RowTask, results: RowResults, its_task: RowTask, foun
     for name in [*results.values, *new]:
         there = found.values.get(name)
         given = results.values.get(name, [None] * len(task.ids))
-        # What is decoded together copies by itself: a copy made here would wait for all that this device has to do.
+        # Values decoded together copy by themselves: a copy made here would wait for all work queued on this device.
         value = None if there is None else there[0] if isinstance(given, BatchValues) else copy_value(there[0])
         if given is task.fields.get(name) and isinstance(given, np.ndarray | list):
             given = given.copy()  # what chunks share with batches is not to be changed
@@ -199,7 +199,7 @@ def _place(row: int, task: RowTask, results: RowResults, its_task: RowTask, foun
 
 
 def _with_value(values: ResultValues, row: int, value: Any) -> ResultValues:
-    """The values of a field with another one in one row."""
+    """Replace one row's value among the values of a field."""
     changed: Any = list(values) if isinstance(values, ByteViews) else values
     changed[row] = value
     return ByteViews(changed) if isinstance(values, ByteViews) else values

@@ -1,4 +1,4 @@
-"""What users see of work on a row that failed: the error, with the sample's place in the data set."""
+"""Errors of rows as users see them, with the sample's place in the data set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def explain_row_error(error: RowError, rows: Rows, manifest: Manifest) -> Exception:
-    """Our own errors name the sample; those of a transform keep their type and get a note."""
+    """Make the error that users see: ours name the sample; those of a transform keep their type and get a note."""
     where, cause = describe_row(error.row, rows, manifest), error.cause
     if error.step != "transform" and isinstance(cause, DecodeError | ConfigError):
         kind = DecodeError if isinstance(cause, DecodeError) else ConfigError
@@ -26,7 +26,7 @@ def explain_row_error(error: RowError, rows: Rows, manifest: Manifest) -> Except
 
 
 def describe_row(row: int, rows: Rows, manifest: Manifest) -> str:
-    """Which sample a row is, for people: its id, its place in its shard, and its key where it has one."""
+    """Describe a row's sample for people: its id, its place in its shard, and its key where it has one."""
     sample_id = int(rows.ids[row])
     shard, number = manifest.shard_of(sample_id)
     key = rows.fields.get(KEY_COLUMN)

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCrew:
-    """Who does ``work`` on rows: ``pool``'s threads, ``workers``, or ``images``, about ``parts`` of a batch at once.
+    """The workers that do ``work`` on rows: ``pool``'s threads, ``workers``, or ``images``, about ``parts`` at once.
 
-    Where bad samples are dropped, ``bad`` counts them. What is decoded into slots of a batch is so in ``memory``. Where
+    Where bad samples are dropped, ``bad`` counts them. Slots of a batch lie in ``memory``. Where
     not all rows are of one source, ``random_keys`` makes the ``keys`` of their ``RowTask``.
     """
 
@@ -89,7 +89,7 @@ class RowJob:
 
     @property
     def results(self) -> RowResults:
-        """Room for the results, and what is in it; any thread may ask.
+        """Get the room for the results, with those that are there; any thread may ask.
 
         It is made when it is first asked for: rows that wait for a thread have none, so that fewer batches take memory,
         and what the training loop is done with is used again sooner.
@@ -128,13 +128,13 @@ class RowJob:
             self._crew.counters.add(decode_s=time.perf_counter() - started, decoded_rows=stop - start)
 
     def _is_last(self, rows: int) -> bool:
-        """Whether all others are done once these rows are; never where some failed."""
+        """Return whether all others are done once these rows are; never where some failed."""
         with self._lock:
             self._rows_left -= rows
             return not self._rows_left
 
     def _place(self, start: int, results: RowResults, busy_s: float) -> None:
-        """Put a process's results into their places: those of the first rows, where one after them failed."""
+        """Put a process's results into their places; where a row failed, those of the rows before it."""
         own, rows = self.results, len(results.samples)
         for name in results.values:
             of_field: Any = own.values[name]
@@ -148,7 +148,7 @@ class RowJob:
         self._crew.counters.add(decode_s=busy_s, decoded_rows=rows)
 
     def wait(self) -> RowError | None:
-        """The error of the first row that failed, in the order of rows; None where all are done.
+        """Wait for all rows; return the error of the first that failed, in the order of rows, or None.
 
         Raises:
             LoaderClosedError: the pipeline is stopped.
@@ -163,11 +163,11 @@ class RowJob:
         return None
 
     def explain(self, failed: RowError) -> Exception:
-        """What users see of a row's error."""
+        """Make the error that users see for a row's error."""
         return explain_row_error(failed, self.rows, self._crew.manifest)
 
     def samples(self) -> tuple[list[Sample | None], Exception | None]:
-        """The transformed samples, None for those dropped or bad, up to the first row that failed; and why it did."""
+        """Get the transformed samples, None for those dropped or bad, up to the first failed row; and its error."""
         failed = self.wait()
         samples: list[Sample | None] = list(self.results.samples)
         if self._work.transform is None:
@@ -175,11 +175,11 @@ class RowJob:
         for bad in self.results.failed:
             samples[bad.row] = None
         if self._crew.bad is not None:
-            told = [bad for bad in self.results.failed if failed is None or bad.row < failed.row]
+            found = [bad for bad in self.results.failed if failed is None or bad.row < failed.row]
             from .replace import tell_bad
 
             try:
-                tell_bad(told, self.rows, self.task.epoch, self._crew.manifest, self._crew.bad)
+                tell_bad(found, self.rows, self.task.epoch, self._crew.manifest, self._crew.bad)
             except RowError as too_many:
                 return samples[: too_many.row], too_many.cause
         return (samples, None) if failed is None else (samples[: failed.row], self.explain(failed))
@@ -191,12 +191,12 @@ class RowJob:
             raise self.explain(failed)
 
     def fields(self) -> dict[str, Any]:
-        """The values of each field, one a row, as batches have them; after ``finish``."""
+        """Get the values of each field, one a row, as batches have them; after ``finish``."""
         images = self._images
         return {n: _collate(of_field, is_image=n in images) for n, of_field in self.results.values.items()}
 
     def columns(self) -> dict[str, Any]:
-        """As ``fields``, for a batch that has other rows besides: values that are no array are as samples have them."""
+        """Get the values as ``fields`` does, for a batch that also has other rows: non-arrays stay as in samples."""
         images = self._images
         return {
             n: _in_layout(of_field, is_image=n in images)
@@ -210,18 +210,18 @@ class RowJob:
         return {name for name, decoder in self.task.encoded.items() if is_channels_first(decoder)}
 
     def all_samples(self) -> list[Any]:
-        """All rows as samples, transformed or not; after ``finish``."""
+        """Get all rows as samples, transformed or not; after ``finish``."""
         rows = range(len(self.rows.ids))
         return self.results.samples or [self.task.sample(self.results.values, row) for row in rows]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows and of what they are decoded into, about."""
+        """Estimate the bytes of the rows and of their decoded values."""
         return self.rows.count_bytes(self._crew.decoders.settled)
 
     @property
     def is_done(self) -> bool:
-        """Whether all rows are decoded and transformed; any thread may ask."""
+        """Return whether all rows are decoded and transformed; any thread may ask."""
         return all(future.done() for future in self._futures)
 
     def cancel(self) -> None:

@@ -1,4 +1,4 @@
-"""What is done to each row of a batch: decode, then transform.
+"""Work on each row of a batch: decode, then transform.
 
 Threads and worker processes run the same code, so both return the same results. It does not import torch, so that a
 worker process need not wait for that.
@@ -32,7 +32,7 @@ Step = Literal["decode", "transform", "result", "avoid"]
 
 
 class RowError(Exception):
-    """Work on a row failed: which row of the batch, in which step, and why. What users see is built from it."""
+    """An error of one row: its number in the batch, the step that failed, and the cause; users see it explained."""
 
     def __init__(self, row: int, step: Step, cause: Exception) -> None:
         super().__init__(row, step, cause)
@@ -42,7 +42,7 @@ class RowError(Exception):
 
     @property
     def is_of_sample(self) -> bool:
-        """Whether the sample is bad, rather than the loader's arguments, its machine, or what the transform returns."""
+        """Return whether the sample is bad, not the loader's arguments, its machine or the transform's result."""
         wrong = ConfigError | MemoryLimitError | MemoryError
         return self.step != "result" and not isinstance(self.cause, wrong)
 
@@ -63,7 +63,7 @@ class RowTask:
     keys: AnyArray | None = None
 
     def sample(self, values: Mapping[str, ResultValues], row: int) -> Sample:
-        """One row of the decoded ``values``, as users see it: images are views in the layout of their decoder."""
+        """Get one row of the decoded ``values``, as users see it: images are views in the layout of their decoder."""
         sample = {name: of_field[row] for name, of_field in values.items()}
         for name, decoder in self.encoded.items():
             if is_channels_first(decoder):
@@ -71,7 +71,7 @@ class RowTask:
         return sample
 
     def cut(self, start: int, stop: int, *, with_plain: bool) -> RowTask:
-        """A part of the rows; without the fields that are not decoded, unless ``with_plain``."""
+        """Cut out a part of the rows; without the fields that are not decoded, unless ``with_plain``."""
         fields = {
             name: values.cut(start, stop) if isinstance(values, Ragged) else values[start:stop]
             for name, values in self.fields.items()
@@ -82,7 +82,7 @@ class RowTask:
 
 
 def channels_first(image: Any) -> Any:
-    """An image (..., h, w, c) as samples have it, (..., c, h, w): a view. Anything else, such as None, stays."""
+    """View an image (..., h, w, c) as samples have it, (..., c, h, w). Anything else, such as None, stays."""
     return np.moveaxis(image, -1, -3) if isinstance(image, np.ndarray) and image.ndim >= 3 else image
 
 
@@ -102,7 +102,7 @@ class RowResults:
 class RowWork:
     """Decoding and ``transform``, with generators that depend on (seed, epoch, sample id) alone.
 
-    Only with ``may_drop`` may the transform return None. With ``goes_on``, bad samples are told in the results, and
+    Only with ``may_drop`` may the transform return None. With ``goes_on``, the results list the bad samples, and
     those that ``avoided`` names are bad without being tried; else the first one is raised.
     """
 
@@ -113,7 +113,7 @@ class RowWork:
     avoided: frozenset[int] = frozenset()
 
     def allocate(self, task: RowTask, memory: BatchMemory | None = None) -> RowResults:
-        """Room for the results: an array (n, *shape) for a field whose decoder knows the shape, a list for others.
+        """Make room for the results: an array (n, *shape) where the decoder knows the shape, else a list.
 
         ``BatchValues`` for a field whose values are decoded together. Arrays come from ``memory`` where it is given.
         """
@@ -161,7 +161,7 @@ class RowWork:
                 out.failed.append(error)
 
     def finish(self, task: RowTask, out: RowResults, is_stopped: Callable[[], bool]) -> None:
-        """Decode what is decoded together, once ``run`` was called for all rows. Raises what ``run`` raises."""
+        """Decode values that are decoded together, once ``run`` was called for all rows. Raises what ``run`` raises."""
         errors = [
             RowError(task.first_row + row, "decode", exc)
             for values in out.values.values()
@@ -177,9 +177,9 @@ class RowWork:
                 known.add(error.row)
 
     def _plan(self, task: RowTask, out: RowResults, start: int, stop: int) -> dict[tuple[int, str], ImagePlan]:
-        """Plans of images by row and field, all before one is decoded: that empties the caches of the core.
+        """Plan images by row and field, all before one is decoded: decoding empties the caches of the core.
 
-        Where one cannot be planned there is none: decoding meets the same error, and says so.
+        An image that cannot be planned has no plan: decoding meets the same error and reports it.
         """
         plans = {}
         for name, decoder in task.encoded.items():

@@ -46,8 +46,8 @@ class Rows:
     epochs: IntArray | None = None
 
     @property
-    def keep_chunks(self) -> bool:
-        """Whether chunks must stay in memory until these are copied."""
+    def keeps_chunks(self) -> bool:
+        """Return whether chunks must stay in memory until these are copied."""
         return not all(late.is_mapped for late in self.late)
 
     @property
@@ -63,7 +63,7 @@ class Rows:
         return Rows(self.ids[start:stop], fields, planned, late, self.names, epochs)
 
     def pick(self, indices: Sequence[int]) -> Rows:
-        """Some rows, in any order and more than once, with values of their own: a transform may change each."""
+        """Pick some rows, in any order and more than once, with values of their own: a transform may change each."""
         fields = {name: _pick(values, indices) for name, values in self.fields.items()}
         rows = np.asarray(indices, np.int64)
         planned = None if self.planned is None else self.planned[rows]
@@ -71,11 +71,11 @@ class Rows:
         return Rows(self.ids[rows], fields, planned, [late.pick(rows) for late in self.late], self.names, epochs)
 
     def complete(self, memory: BatchMemory | None = None) -> Rows:
-        """The same rows with the late fields copied, into arrays of ``memory`` if that is given; any thread may ask."""
+        """Copy the late fields, into arrays of ``memory`` if that is given; any thread may ask."""
         return complete_all([self], memory)[0]
 
     def _with(self, made: Mapping[str, Values]) -> Rows:
-        """The same rows with the late fields, as they were made."""
+        """Replace the late fields by their copies."""
         if not self.late:
             return self
         fields = {**made, **self.fields}
@@ -83,13 +83,13 @@ class Rows:
         return Rows(self.ids, fields, self.planned, epochs=self.epochs)
 
     def stay_in_chunks(self, decoders: Mapping[str, FieldDecoder | None]) -> bool:
-        """Whether three quarters of them or more take no memory of their own yet: they lie in chunks, or are views."""
+        """Return whether three quarters or more take no memory of their own yet: they lie in chunks, or are views."""
         kept = sum(late.nbytes for late in self.late)
         kept += sum(v.nbytes for v in self.fields.values() if isinstance(v, ByteViews) and v.are_shared)
         return kept > 0 and 4 * kept >= 3 * self.count_bytes(decoders)
 
     def count_bytes(self, decoders: Mapping[str, FieldDecoder | None]) -> int:
-        """Bytes of the rows and of what they will be decoded into.
+        """Count the bytes of the rows and of their values once decoded.
 
         Of lists of Python values, only those that have a length in bytes are counted.
         """

@@ -1,4 +1,4 @@
-"""The loader inside other people's training loops: one framework, one file."""
+"""Integrations: the loader inside the training loops of other frameworks, one file each."""
 
 import lazy_loader
 

@@ -32,7 +32,7 @@ class LightningCallback(Callback):
 
     A checkpoint that is saved while a batch is trained on, as after an exception, is from before that batch: Lightning
     trains on it again. Where Lightning takes an epoch for one that has ended, or for one that has not, and the loaders
-    know better, it is told: it would count epochs wrong, and begin the next one in the middle of this.
+    know better, the callback corrects it: it would count epochs wrong, and begin the next one in the middle of this.
 
     The number of ranks may change as long as the global batch does not. Mutable state: the trainer, for whoever saves
     after training; what a checkpoint held, until training starts; and where the loaders were behind the last batch that
@@ -98,7 +98,7 @@ class LightningCallback(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
-    """Where the loaders were after so many batches of a run."""
+    """The loaders' places after a number of batches of a run."""
 
     batches: int
     loaders: list[dict[str, Any]]
@@ -114,12 +114,12 @@ def _note(trainer: Trainer) -> _Trained:
 
 
 def _next_epoch(state: Mapping[str, Any]) -> int:
-    """The first epoch of which nothing was handed out."""
+    """Find the first epoch of which nothing was handed out."""
     return int(state["epoch"]) + (1 if state["consumed"] else 0)
 
 
 def _tell_lightning(trainer: Trainer, *, is_epochs_end: bool) -> None:
-    """Have Lightning begin an epoch after an epoch's end, and go on with the one that it was stopped in.
+    """Have Lightning begin a new epoch after an epoch's end, and continue the one that it was stopped in.
 
     After an end that was saved at an epoch's last batch it would train on the next epoch without having begun it, so
     that a checkpoint of that one resumes in the epoch after; and with max_steps on one batch, as on a whole epoch. An
@@ -128,7 +128,7 @@ def _tell_lightning(trainer: Trainer, *, is_epochs_end: bool) -> None:
     loop: Any = trainer.fit_loop
     total, current = loop.epoch_progress.total, loop.epoch_progress.current
     if not current.ready or current.ready != current.processed:
-        return  # Lightning goes on in this epoch, if only to end it
+        return  # Lightning continues in this epoch, if only to end it
     for counts in (total, current):
         counts.processed = counts.completed = counts.ready - (0 if is_epochs_end else 1)
     if is_epochs_end:
@@ -140,7 +140,7 @@ def _tell_lightning(trainer: Trainer, *, is_epochs_end: bool) -> None:
 
 
 def _find_loaders(trainer: Trainer) -> list[DistributedDataLoader[Any]]:
-    """The penstock loaders that are trained on, in the order of Lightning's collection of loaders."""
+    """Find the penstock loaders that are trained on, in the order of Lightning's collection of loaders."""
     leaves = tree_leaves(trainer.train_dataloader)
     found = [leaf.loader if isinstance(leaf, TorchLoader) else leaf for leaf in leaves]
     return [loader for loader in found if isinstance(loader, DistributedDataLoader)]

@@ -55,14 +55,14 @@ class TorchLoader(DataLoader[Any]):
         return self._begin()
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
+        """Count the batches of a whole epoch, the same on every rank."""
         return len(self.loader)
 
     def __bool__(self) -> bool:
         return True
 
     def _begin(self) -> Iterator[Any]:
-        """A pass, from the epoch's beginning or from where a framework skips to."""
+        """Begin a pass, at the epoch's beginning or where a framework skips to."""
         return iter(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
@@ -80,7 +80,7 @@ class TorchLoader(DataLoader[Any]):
 
 
 class _Steps(DistributedSampler[int]):
-    """The numbers of an epoch's steps, for every rank alike: which samples of a step are its own the loader knows."""
+    """The numbers of an epoch's steps, alike on every rank: the loader itself knows its samples of a step."""
 
     def __init__(self, loader: DistributedDataLoader[Any], batches: _Batches) -> None:
         super().__init__(batches, num_replicas=loader.world_size, rank=loader.rank, shuffle=False)
@@ -94,7 +94,7 @@ class _Steps(DistributedSampler[int]):
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: Fabric counts epochs from 0 after a resume, too, and the loader knows its own."""
+        """Do nothing: Fabric counts epochs from 0 after a resume, too, and the loader knows its own."""
 
 
 class _Batches(Dataset[Any]):
@@ -183,5 +183,5 @@ class _Batches(Dataset[Any]):
 
 
 def _only(batches: list[Any]) -> Any:
-    """The batch in a list of one: it is collated already."""
+    """Take the batch out of a list of one: it is collated already."""
     return batches[0]

@@ -89,7 +89,7 @@ class TorchtitanLoader(BaseDataLoader):  # type: ignore[misc]
                 yield self.to_step(batch)
 
     def to_step(self, batch: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """What torchtitan trains on, of a batch of the loader."""
+        """Convert a batch of the loader to torchtitan's (inputs, labels)."""
         tokens = batch[self._config.column]
         wanted = self._seq_len + 1
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[1] != wanted:

@@ -1,4 +1,4 @@
-"""What an assembler is: it plans, gathers and delivers batches in order, with a pipeline's threads and buffers."""
+"""The interface of assemblers: they plan, gather and deliver batches in order, with a pipeline's equipment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """From where on a pipeline delivers, and which part of global batches: ``position`` of ``epoch`` in ``order``."""
+    """The point to deliver from, ``position`` of ``epoch`` in ``order``, and the share of global batches."""
 
     order: Order
     share: Share
@@ -37,7 +37,7 @@ class Start:
 
 
 class ReadsChunks(Protocol):
-    """What assemblers use of a ``ChunkReader``, by its chunks' numbers or by those of one source of a mixture."""
+    """The part of a ``ChunkReader`` that assemblers use, by joint chunk numbers or by one source's own."""
 
     @property
     def has_room(self) -> bool: ...
@@ -57,10 +57,10 @@ class ReadsChunks(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Equipment:
-    """What a pipeline owns and lends its assembler.
+    """A pipeline's threads and buffers, lent to its assembler.
 
     ``deliver`` waits for room in the queue of batches, and returns False once the pipeline is stopped; ``stopping`` is
-    set then. ``is_short``: whether few batches are in the queue. Everything here ends with the pipeline.
+    set then. ``is_short``: few batches are in the queue. Everything here ends with the pipeline.
     """
 
     source: ChunkSource
@@ -78,37 +78,37 @@ class Assembler(Protocol):
     """Decides what each batch consists of. One thread of the pipeline runs it."""
 
     def run(self) -> None:
-        """Deliver batches and ends of epochs, from the start on, until ``deliver`` returns False.
+        """Deliver batches and ends of epochs from the start on, until ``deliver`` returns False.
 
-        What it raises is raised again where the next batch is waited for.
+        An error that it raises is raised again where the next batch is waited for.
         """
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
-        """When each resident chunk is used next, after what is being gathered: smaller is sooner.
+        """Map each resident chunk to its next use, after the rows being gathered: smaller is sooner.
 
         Called by the reader's threads, to evict, while ``run`` waits for chunks.
         """
 
     def fail(self, error: Exception) -> None:
-        """Told what the training loop gets instead of the next batch. Called by the thread that waits for batches."""
+        """Receive the error that replaces the next batch. Called by the thread that waits for batches."""
 
     def waiting_for(self) -> dict[str, Any] | None:
-        """What else than chunks keeps ``run`` waiting now, as ``Pipeline.activity`` tells it. Called by any thread."""
+        """Describe what ``run`` waits for now, other than chunks, as in ``Pipeline.activity``. Called by any thread."""
 
 
 def steps_at_once(options: PipelineOptions, rows: int, row_bytes: int) -> int:
-    """The most steps that are gathered together, of each of which a rank has about so many rows."""
+    """Choose the most steps that are gathered together, each of about ``rows`` rows on a rank."""
     return int(min(MOST_AT_ONCE, max(1, options.span_bytes // (max(1, rows) * row_bytes))))
 
 
 def pick_uses(chunks: Sequence[int], uses: Mapping[int, int]) -> dict[int, int]:
-    """When each of some chunks is used next; those that are in no window are last."""
+    """Pick the next use of each chunk; those that are in no window come last."""
     return {chunk: uses.get(chunk, _NEVER) for chunk in chunks}
 
 
 @contextmanager
 def time_assembly(counters: Counters, **amounts: float) -> Iterator[None]:
-    """Count what is done meanwhile, but for waits for chunks, as assembling, with ``amounts``; nothing if it raises."""
+    """Count the block's time as assembling, with ``amounts``, but not waits for chunks; nothing if it raises."""
     waited, started = counters.totals().chunk_wait_s, time.perf_counter()
     yield
     waited = counters.totals().chunk_wait_s - waited
@@ -137,7 +137,7 @@ R = TypeVar("R", bound=CanCut)
 
 
 def cut_step(rows: R, span: Span, step: int, share: Share) -> tuple[R, int, int]:
-    """The rows of one step of a span, repeated where the batch is padded; how many make the batch, how many count.
+    """Cut one step's rows out of a span, repeated where the batch is padded; count the batch's, and the valid ones.
 
     A step without rows gets a copy of one of another's, of which none makes the batch: a transform shows its fields by
     it.

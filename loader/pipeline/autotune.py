@@ -1,6 +1,6 @@
-"""What to change of a running pipeline, given what it waited for: a function of state and measurement alone.
+"""The next settings of a running pipeline, from its waits: a function of state and measurement alone.
 
-A change is a trial: what it was to speed up is measured before and after, and a change without gain is taken back and
+A change is a trial: its goal is measured before and after, and a change without gain is taken back and
 not tried again for a while, which doubles each time, or until batches come at quite another rate. So on constant input
 settings come to rest, and where something else becomes the limit they follow.
 """
@@ -23,9 +23,9 @@ _SPARE = 1.5  # threads that a stage keeps, relative to those that are busy
 _QUIET_TICKS = 5  # without waits, before threads are given back
 _BLAME_TICKS = 16  # after threads were given back, while waits are blamed on that
 _HOLD_TICKS, _LONGEST_HOLD = 32, 512
-_OTHER_RATE = 2.0  # times as fast, or as slow, as when a change was of no use: now it may be of use
+_OTHER_RATE = 2.0  # times as fast, or as slow, as when a change was useless: now it may help
 _SMOOTHING = 0.25  # of that rate: batches come in bursts
-_TRIAL_TICKS = 3  # one to settle, and two in which a change may show that it is of use
+_TRIAL_TICKS = 3  # one to settle, and two in which a change may show its gain
 _CHUNKS, _DECODING = "chunks", "decoding"
 _NAMES = {"fetch_threads": "fetch_threads", "decode_threads": "threads", "read_ahead_bytes": "read_ahead"}
 
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Between what the settings stay. ``least`` and ``most`` are alike for what is not to change.
+    """The range of the settings. ``least`` and ``most`` are equal for a setting that must not change.
 
     ``chunk_bytes`` are those of a chunk, about; ``cores`` those that the process may use.
     """
@@ -69,7 +69,7 @@ class Measured:
         chunk_waited: the share that the assembler waited for chunks.
         fetching, decoding: how many threads did so, on average.
         cores: how many cores the process used, on average.
-        fetched_bytes_per_s, decoded_rows_per_s, batches_per_s: what came of it.
+        fetched_bytes_per_s, decoded_rows_per_s, batches_per_s: the resulting rates.
         evicted_chunks: chunks that will be read again because memory is short.
     """
 
@@ -86,7 +86,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A change that is on trial: what it was for, and the rate that it has to raise."""
+    """A change on trial: its goal, and the rate that it has to raise."""
 
     knob: Knob
     before: Settings
@@ -99,7 +99,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class TakenBack:
-    """A change that was of no use, to be compared with what it is like without it."""
+    """A change without gain, to be compared with the pipeline without it."""
 
     trial: Trial
     settings: Settings
@@ -108,7 +108,7 @@ class TakenBack:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Until which tick something is not tried again, how often it was of no use, and how many batches/s came then."""
+    """A pause before a change is tried again: until which tick, how often it failed, and the batches/s then."""
 
     until: int = 0
     times: int = 0
@@ -120,7 +120,7 @@ class Hold:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """What the controller knows. ``reason`` is its last decision, in words; ``changes`` counts those of settings.
+    """The controller's state. ``reason`` is its last decision, in words; ``changes`` counts those of settings.
 
     ``rate``: batches/s, smoothed over some ticks; None before the first.
     """
@@ -144,20 +144,20 @@ class State:
         return {**self.holds, name: self.holds.get(name, Hold()).again(self.tick, self.rate or 0.0)}
 
     def is_as_then(self, name: str) -> bool:
-        """Whether batches come about as fast as when something was held."""
+        """Return whether batches come about as fast as when the change was put on hold."""
         then, now = self.holds.get(name, Hold()).rate, self.rate or 0.0
         return max(then, now) < _OTHER_RATE * min(then, now)
 
 
 def step(state: State, measured: Measured, bounds: Bounds) -> State:
-    """The next state, whose settings are those of the next tick: always within ``bounds``."""
+    """Compute the next state, whose settings are those of the next tick: always within ``bounds``."""
     rate = measured.batches_per_s
     smoothed = rate if state.rate is None else state.rate + _SMOOTHING * (rate - state.rate)
     state = replace(state, tick=state.tick + 1, rate=smoothed)
     if state.trial is not None:
         seen = max(state.trial.seen, getattr(measured, state.trial.rate_name)) if state.trial.ticks else 0.0
         trial = replace(state.trial, ticks=state.trial.ticks + 1, seen=seen)
-        if trial.ticks == 1:  # what was fetched and decoded before the change is still handed out
+        if trial.ticks == 1:  # samples fetched and decoded before the change are still handed out
             return replace(state, trial=trial)
         if not _is_of_use(state.settings, trial, measured):
             return replace(state, trial=trial) if trial.ticks < _TRIAL_TICKS else _take_back(state, trial, measured)
@@ -197,7 +197,7 @@ def _take_back(state: State, trial: Trial, measured: Measured) -> State:
 
 
 def _try_again(state: State, back: TakenBack, measured: Measured) -> State:
-    """It is slower still without the change: what else the machine does has changed, and hid what it was of use."""
+    """Try the change again: the pipeline is slower still without it, so another load of the machine hid its gain."""
     trial = replace(back.trial, rate=getattr(measured, back.trial.rate_name), ticks=0, seen=0.0)
     state = replace(state, trial=trial, holds=_release(state, f"raise {trial.knob}"))
     return _change(state, trial.knob, back.settings, f"the rate without it was {trial.rate / back.trial.seen - 1:+.0%}")
@@ -208,14 +208,14 @@ def _release(state: State, name: str) -> Mapping[str, Hold]:
 
 
 def _has_moved(settings: Settings, trial: Trial, measured: Measured) -> bool:
-    """Whether something else than the stage that the trial was for is the limit now."""
+    """Return whether a stage other than the one on trial is the limit now."""
     if trial.stage == _CHUNKS:
         return measured.chunk_waited < _STARVED
     return trial.stage == _DECODING and measured.decoding < _BUSY * settings.decode_threads
 
 
 def _keeps_up(state: State, measured: Measured, bounds: Bounds) -> State:
-    """Where the loop does not wait for some ticks, give back threads that have little to do."""
+    """Give back threads with little to do, once the loop has not waited for some ticks."""
     busiest = max(state.busiest[0], measured.decoding), max(state.busiest[1], measured.fetching)
     state = replace(state, quiet=state.quiet + 1, busiest=busiest)
     if state.quiet < _QUIET_TICKS:
@@ -251,9 +251,9 @@ def _raise(state: State, measured: Measured, bounds: Bounds) -> State:
 
 
 def _wanted(settings: Settings, measured: Measured) -> Iterator[tuple[Knob, str, str]]:
-    """(what to raise, for which stage, by which rate to judge it), the most promising first.
+    """Yield (what to raise, for which stage, by which rate to judge it), the most promising first.
 
-    At last all: of two stages that are about as fast, each alone gains nothing.
+    All together come last: of two stages that are about as fast, neither gains alone.
     """
     fetch: list[tuple[Knob, str, str]] = []
     is_short = _is_short_of_memory(measured)
@@ -280,12 +280,12 @@ def _wanted(settings: Settings, measured: Measured) -> Iterator[tuple[Knob, str,
 
 
 def _is_short_of_memory(measured: Measured) -> bool:
-    """Whether the loop waits because chunks that are fetched ahead of need are dropped before it, and fetched again."""
+    """Return whether the loop waits because chunks fetched ahead are dropped before their use, and fetched again."""
     return measured.evicted_chunks > 0 and measured.chunk_waited >= _STARVED
 
 
 def _more(settings: Settings, knob: Knob, bounds: Bounds, *, decodes: bool = True) -> Settings:
-    """The next larger settings. Threads that fetch need room for what they fetch."""
+    """Take the next larger settings. Threads that fetch need room for what they fetch."""
     if knob == "all":
         settings = _more(settings, "fetch_threads", bounds)
         return _more(settings, "decode_threads", bounds) if decodes else settings
@@ -304,8 +304,8 @@ def _more(settings: Settings, knob: Knob, bounds: Bounds, *, decodes: bool = Tru
 def _change(state: State, knob: Knob, settings: Settings, why: str) -> State:
     if settings == state.settings:
         return state
-    told = list(_NAMES) if knob == "all" else [knob]
-    changes = [(each, getattr(state.settings, each), getattr(settings, each)) for each in told]
+    knobs = list(_NAMES) if knob == "all" else [knob]
+    changes = [(each, getattr(state.settings, each), getattr(settings, each)) for each in knobs]
     shown = [f"{_NAMES[each]} {_show(each, old)} to {_show(each, new)}" for each, old, new in changes if old != new]
     reason = f"{', '.join(shown)}: {why}"
     return replace(state, settings=settings, changes=state.changes + 1, reason=reason)

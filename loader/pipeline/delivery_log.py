@@ -1,4 +1,4 @@
-"""A log of what was handed out on a rank, batch by batch: the input of an audit."""
+"""A log of the batches that a rank handed out: the input of an audit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 def to_keys(ids: IntArray, epochs: IntArray) -> IntArray:
-    """What logs have of a mixture's samples: the sample id, joint of all sources, and the epoch of its source."""
+    """Make a mixture's log keys: the sample id, joint of all sources, and the epoch of its source."""
     keys: IntArray = ids | epochs << KEY_BITS
     return keys
 
@@ -49,7 +49,7 @@ class DeliveryLog:
     that is loaded after some batches, one of where that is.
     After a batch may follow, with numbers of their own, the samples that were filtered out on the way to it, and after
     the last one of an epoch whose samples are filtered, those that fill no batch. Which of those filtered out are bad
-    is told again; and so are pairs of bad samples among the batch's and of those that came instead.
+    follows once more; and so do pairs of bad samples of the batch and their substitutes.
 
     Of a mixture, the header has the name, fingerprint, number of samples and of samples an epoch of each of its
     ``sources``, and records have ``to_keys`` in the place of sample ids.
@@ -116,7 +116,7 @@ class DeliveryLog:
         """Record that this rank is about to get ``ids`` of the global batch at positions ``start`` to ``stop``.
 
         ``dropped`` are the ids that were dropped on the way to them; ``left``, at an epoch's end, those that fill no
-        batch; ``replaced`` (n, 2) those of ``ids`` that are bad, each with that of the sample that came instead.
+        batch; ``replaced`` (n, 2) those of ``ids`` that are bad, each with the id of its substitute.
 
         Raises:
             DatasetError: it cannot be written; nothing of it is in the log.
@@ -136,7 +136,7 @@ class DeliveryLog:
         self._write(np.array((SKIP_MAGIC, epoch, start, stop, 0), np.int64))
 
     def record_drop(self, epoch: int, start: int, stop: int) -> None:
-        """Record that the positions ``start`` to ``stop``, an epoch's last, fill no batch and are left out; once."""
+        """Record, once, that the positions ``start`` to ``stop``, an epoch's last, fill no batch and are left out."""
         if self._dropped == (epoch, start):
             return
         self._dropped = epoch, start
@@ -169,7 +169,7 @@ class DeliveryLog:
 
 
 def _name_launch() -> str:
-    """What the ranks of one start have alike, and those of no other start of the run have."""
+    """Name this launch: the same on its ranks, and different from every other start of the run."""
     from ..ranks.peers import agreed_start
 
     start = agreed_start() or os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
@@ -177,7 +177,7 @@ def _name_launch() -> str:
 
 
 def _describe(selection: Selection | None) -> dict[str, Any]:
-    """What a header tells of a subset; with its members, so that nobody needs to count them."""
+    """Describe a subset in a header, with its members, so that nobody needs to count them."""
     if selection is None or selection.subset is None:
         return {}
     return {"subset": selection.subset.to_dict(), "members": selection.members}

@@ -1,4 +1,4 @@
-"""Where batches wait for the training loop: a bounded queue that also passes on errors and the ends of epochs."""
+"""The queue of batches for the training loop: bounded; it also passes on errors and the ends of epochs."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MOST_ON_CALL = 64
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A batch, which may be of any type, and what is consumed once it is handed out; or, ``is_end``, an epoch's end.
+    """A batch of any type, with the samples and positions that it consumes; or, ``is_end``, the end of an epoch.
 
     ``ids`` are the sample ids of the rows that count; ``start`` to ``stop`` are the positions of the global batch.
     ``logged`` is what an audit's log holds of these rows, where that is not their ids. Where samples are dropped:
     ``dropped`` are the ids of those that this rank passed over to get to its own, ``left`` of those that fill no batch;
     ``is_last`` that no batch follows in the epoch. ``replaced`` (n, 2): those of ``logged``, or else ``ids``, that are
-    bad, and what was delivered instead. ``laps``: where each source of a mixture is after it, where that is not
+    bad, and their substitutes. ``laps``: the place of each source of a mixture after it, where that is not
     arithmetic.
     """
 
@@ -49,7 +49,7 @@ class Delivery:
 
     @classmethod
     def end_of(cls, epoch: int, start: int, stop: int) -> Delivery:
-        """The end of an epoch, which has no batch."""
+        """Make the end of an epoch, which has no batch."""
         return cls(epoch, start, stop, np.empty(0, np.int64), 0, None, is_end=True)
 
 
@@ -70,11 +70,11 @@ class DeliveryQueue:
         self._error: BaseException | None = None
         self._interruption: BaseException | None = None
         self._closed = False
-        self._blocked: Delivery | None = None  # what the producing thread waits to put in
+        self._blocked: Delivery | None = None  # the delivery that the producing thread waits to put in
         self._changed = Condition()
 
     def limit(self, max_bytes: int) -> None:
-        """Hold so many bytes at most from now on; what is in the queue stays there."""
+        """Hold at most ``max_bytes`` from now on; deliveries in the queue stay."""
         with self._changed:
             self._max_bytes = max_bytes
             self._unblock()
@@ -93,7 +93,7 @@ class DeliveryQueue:
             return True
 
     def _unblock(self) -> None:
-        """Wake the producing thread where there is room for what it waits with. Holds the lock."""
+        """Wake the producing thread once its delivery fits. Holds the lock."""
         if self._blocked is not None and not self._is_full(self._blocked, most_on_call=_MOST_ON_CALL // 2 + 1):
             self._changed.notify_all()
             self._blocked = None  # last: if Ctrl-C comes between the two, the next batch that is taken wakes it
@@ -105,13 +105,13 @@ class DeliveryQueue:
         return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._max_bytes)
 
     def fail(self, error: BaseException) -> None:
-        """End the queue: the consumer gets what is in it, then the error."""
+        """End the queue: the consumer gets the deliveries in it, then the error."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def interrupt(self, error: BaseException | None) -> None:
-        """Raise an error that does not come from the producer at once, before what is in the queue; None: no longer."""
+        """Raise an error from outside at once, before the deliveries in the queue; None withdraws it."""
         with self._changed:
             self._interruption = error
             self._changed.notify_all()
@@ -133,7 +133,7 @@ class DeliveryQueue:
             return item
 
     def begin(self, count: int) -> None:
-        """Have the next ``count`` batches made, those that wait to be; called by the consuming thread."""
+        """Have the next ``count`` deferred batches made; called by the consuming thread."""
         with self._changed:
             coming = [item.batch for item in islice(self._items, count)]
         for batch in coming:
@@ -144,7 +144,7 @@ class DeliveryQueue:
         return len(self._items)
 
     def is_short(self) -> bool:
-        """Whether it holds less than half of what it takes; any thread may ask."""
+        """Return whether the queue is less than half full; any thread may ask."""
         with self._changed:
             waiting = len(self._items)
             if waiting < 2:
@@ -153,7 +153,7 @@ class DeliveryQueue:
             return 2 * waiting < most and 2 * self._bytes < self._max_bytes
 
     def count(self) -> tuple[int, int]:
-        """(batches that wait here, those of them that could be taken at once, in order); any thread may ask."""
+        """Count (batches that wait here, those of them that could be taken at once, in order); any thread may ask."""
         with self._changed:
             batches = [item.batch for item in self._items if not item.is_end]
         is_pending = (isinstance(batch, UnfinishedBatch) and not batch.is_done for batch in batches)
@@ -161,7 +161,7 @@ class DeliveryQueue:
         return len(batches), ready
 
     def close(self) -> None:
-        """Cancel and drop what is waiting, and wake both threads."""
+        """Cancel and drop the waiting batches, and wake both threads."""
         with self._changed:
             self._closed = True
             for item in self._items:

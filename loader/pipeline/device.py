@@ -7,7 +7,7 @@ device; the consumer's thread never waits.
 Why this is safe (see "CUDA semantics" in PyTorch's notes):
 
 - A slot is overwritten only after its last event has passed, so no copy still reads from it. Until then it also
-  refers to the tensors that are copied from where they are, so that nobody else is lent their memory.
+  refers to the tensors that are copied in place, so that their memory is lent to no other batch.
 - Device memory is allocated on the copy stream. The consumer's stream waits for the batch's event before it reads, and
   ``record_stream`` keeps the caching allocator from reusing the memory for a later copy until the consumer's stream is
   done with it, whenever the consumer drops the tensors.
@@ -50,10 +50,10 @@ class CopyEvent(Protocol):
 
 
 class CopyBackend(Protocol):
-    """What the feeder needs of a device; ``CudaBackend`` is the real one."""
+    """The operations of a device that the feeder needs; ``CudaBackend`` is the real one."""
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """A page-locked (nbytes,) uint8 tensor."""
+        """Allocate a page-locked (nbytes,) uint8 tensor."""
         ...
 
     def start_copies(
@@ -124,7 +124,7 @@ class StagedBatch:
         self._backend = backend
 
     def take(self) -> Any:
-        """The batch, for use on the calling thread's current stream; called on the consumer's thread, does not block.
+        """Take the batch, for use on the calling thread's current stream; on the consumer's thread, without blocking.
 
         To use the tensors on yet another stream, synchronise the two streams, as with any tensor.
         """
@@ -169,7 +169,7 @@ class DeviceFeeder:
         return sum(buffer.numel() for buffer in buffers if buffer is not None)
 
     def allocate(self, nbytes: int) -> AnyArray:
-        """Pinned memory, (nbytes,) uint8, from which ``stage`` may start copies; any thread may ask."""
+        """Allocate pinned memory, (nbytes,) uint8, from which ``stage`` may start copies; any thread may ask."""
         return self._backend.allocate_pinned(nbytes).numpy()
 
     def stage(self, batch: Any, is_pinned: Callable[[torch.Tensor], bool] = lambda tensor: False) -> StagedBatch:
@@ -179,8 +179,8 @@ class DeviceFeeder:
         lists, tuples, named tuples and dicts; dtype and strides (channels_last) are kept, and tensors with gaps or
         overlaps become contiguous. Everything else passes through unchanged; of tensors that are on the device already
         it is recorded that the consumer's stream uses them. ``ByteViews`` arrive as ``GatheredBytes``, and ``Stored``
-        tensors widened. The batch may be modified as soon as this returns, but for the tensors that ``is_pinned`` says
-        lie in memory of ``allocate``: nobody may write to these any more.
+        tensors widened. The batch may be modified as soon as this returns, except tensors that ``is_pinned`` says
+        lie in memory of ``allocate``: these must not be written to any more.
 
         Raises:
             LoaderClosedError: the feeder was closed.
@@ -203,7 +203,7 @@ class DeviceFeeder:
     def _fill(
         self, slot: _Slot, tensors: Sequence[torch.Tensor], is_pinned: Callable[[torch.Tensor], bool]
     ) -> list[torch.Tensor]:
-        """The tensors in pinned memory, their shapes and strides kept: where they are, or packed into the slot's."""
+        """Place the tensors in pinned memory, shapes and strides kept: where they are, or packed into the slot's."""
         are_there = [is_pinned(tensor) and _dense_strides(tensor) == tensor.stride() for tensor in tensors]
         sizes = [0 if there else tensor.nbytes for tensor, there in zip(tensors, are_there, strict=True)]
         offsets, total = pack_offsets(sizes)
@@ -229,7 +229,7 @@ class DeviceFeeder:
 
 
 def resolve_cuda(device: torch.device | str) -> torch.device:
-    """The CUDA device with its index; by default the calling thread's current one.
+    """Resolve the CUDA device with its index; by default the calling thread's current one.
 
     Raises:
         ConfigError: it is no CUDA device, or this machine has no such device.
@@ -250,7 +250,7 @@ def resolve_cuda(device: torch.device | str) -> torch.device:
 
 
 def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets of blocks of ``sizes`` bytes laid end to end at multiples of ALIGN_BYTES, and their end."""
+    """Lay blocks of ``sizes`` bytes end to end at multiples of ALIGN_BYTES; return their offsets and their end."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -259,7 +259,7 @@ def pack_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Those that a copy of the tensor has: its own if it is dense without overlaps, else those of a contiguous one."""
+    """Choose a copy's strides: the tensor's own if it is dense without overlaps, else those of a contiguous one."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
@@ -283,7 +283,7 @@ def pack_tensor(tensor: torch.Tensor, buffer: torch.Tensor | None, offset: int) 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """Where in a batch a tensor belongs that is moved: which of those."""
+    """The place of a moved tensor within a batch: its number among them."""
 
     number: int
 
@@ -304,7 +304,7 @@ def _note(found: list[tuple[torch.Tensor, torch.dtype]], there: list[torch.Tenso
 
 
 def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with all that is neither dict, list nor tuple changed by a function."""
+    """Apply a function to every value inside nested dicts, lists and tuples."""
     kind = type(value)
     if kind in _NEVER_MOVED:  # first: a batch may have thousands
         return value

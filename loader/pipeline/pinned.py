@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for copies to a device: one a process, as torch's streams come out of a pool and come around."""
+    """Get the stream for copies to a device: one a process, as torch hands out streams of a small pool in turns."""
     return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
 
 def register_memory(nbytes: int, device: torch.device) -> AnyArray | None:
-    """(nbytes,) uint8 of pages of their own, locked as long as the array or a view lives; None where CUDA refuses.
+    """Lock (nbytes,) uint8 of whole pages as long as the array or a view lives; None where CUDA refuses.
 
-    Whoever copies from it keeps it until the copy is done: torch does not know of it. A forked child has none of it.
+    A copy's caller keeps it until the copy is done: torch does not know of it. A forked child has none of it.
     """
     pages = mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # or else a fork would move pages away from under a copy
@@ -43,6 +43,6 @@ def register_memory(nbytes: int, device: torch.device) -> AnyArray | None:
 
 
 def _unregister(runtime: Any, address: int, stream: torch.cuda.Stream) -> None:
-    """Called when nobody refers to the memory any more, before it is freed."""
+    """Unregister the memory once nothing refers to it, before it is freed."""
     stream.synchronize()
     runtime.cudaHostUnregister(address)

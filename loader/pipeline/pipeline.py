@@ -50,7 +50,7 @@ _QUIET_SHARE, _MOST_QUIET_S = 0.15, 0.01
 
 
 class Pipeline:
-    """Runs from ``start`` on, epoch after epoch, until it is closed or fails. Owns all threads of the rank."""
+    """Delivers from ``start`` on, epoch after epoch, until it is closed or fails. Owns all threads of the rank."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Pipeline:
             self._threads.append(Thread(target=tune, name="penstock-tune"))
 
     def start(self) -> None:
-        """Start the threads; called once. Whoever holds the pipeline can close it, however far this came."""
+        """Start the threads; called once. The pipeline can be closed even if this fails midway."""
         keep_freed_memory()  # batches come from these threads, and end in the training loop's
         for thread in self._threads:
             thread.start()
@@ -148,7 +148,7 @@ class Pipeline:
     # -- the training loop's thread -------------------------------------------------------------------------------
 
     def get(self) -> Delivery:
-        """The next batch, ready for use, or an epoch's end. Raises what went wrong at this point of the order."""
+        """Get the next batch, ready for use, or an epoch's end. Raises the error at this point of the order."""
         self._waits_since = now = time.perf_counter()
         try:
             delivery = self._get()
@@ -174,7 +174,7 @@ class Pipeline:
         return replace(item, batch=item.batch.take())
 
     def activity(self) -> dict[str, Any]:
-        """What the next batch is waiting for, and for how long; empty if one is ready. Called by any thread."""
+        """Describe what the next batch waits for, and for how long; empty if one is ready. Called by any thread."""
         finishing = self._finishing
         if finishing is not None:
             item, since = finishing
@@ -208,7 +208,7 @@ class Pipeline:
             self._finishing = None
 
     def levels(self) -> Levels:
-        """How full everything is now; any thread may ask."""
+        """Measure how full each buffer is now; any thread may ask."""
         waiting, ready = self._out.count()
         if self._feeder is not None:
             waiting += self._host_out.count()[0]
@@ -228,7 +228,7 @@ class Pipeline:
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Tell every thread to end, and wake whoever waits for a batch; does not wait."""
+        """Tell every thread to end, and wake those that wait for a batch; does not wait."""
         self._stopping.set()
         self._out.close()
         self._host_out.close()
@@ -256,7 +256,7 @@ class Pipeline:
     # -- the tuning thread ----------------------------------------------------------------------------------------
 
     def sums(self) -> Sums:
-        """What was done so far, for the tuner."""
+        """Sum up the work so far, for the tuner."""
         totals = self._counters.totals()
         chunk_waited_s, fetching_s = self._reader.spent()
         now = time.perf_counter()
@@ -267,7 +267,7 @@ class Pipeline:
             waited_s=self._waited_s + (0.0 if since is None else now - since),
             chunk_waited_s=chunk_waited_s,
             fetching_s=fetching_s,
-            # What processes do says nothing of the threads, which are what is tuned.
+            # The work of processes says nothing of the threads, which are tuned.
             decoding_s=totals.decode_s - (0.0 if self._maker.images is None else self._maker.images.busy_s),
             fetched_bytes=totals.fetched_bytes,
             decoded_rows=totals.decoded_rows,
@@ -276,7 +276,7 @@ class Pipeline:
         )
 
     def apply(self, settings: Settings) -> None:
-        """Go on with these settings. Raises RuntimeError where no more threads can be started."""
+        """Apply settings from now on. Raises RuntimeError where no more threads can be started."""
         self._set_read_ahead(settings.read_ahead_bytes)
         self._pool.limit(settings.decode_threads)
         self._reader.set_threads(settings.fetch_threads)
@@ -317,7 +317,7 @@ class Pipeline:
             self._out.fail(exc)
 
     def _keep_quiet(self) -> None:
-        """Let the loop start its first kernels, if it has just come back and a batch waits for when it does again."""
+        """Let the loop launch its first kernels, if it has just come back and its next batch waits already."""
         quiet_s = min(_QUIET_SHARE * self._step_s, _MOST_QUIET_S)
         since_s = time.perf_counter() - self._left_at
         if 0 <= since_s < quiet_s and len(self._out):

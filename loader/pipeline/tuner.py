@@ -1,4 +1,4 @@
-"""The thread that tunes a running pipeline: measures it, asks ``autotune`` what to change, and changes it."""
+"""The thread that tunes a running pipeline: it measures, asks ``autotune`` for a change, and applies it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FEWEST_FETCH_THREADS = 2  # that are left when threads are given back
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """What a pipeline did so far; seconds of threads are summed over them."""
+    """Totals of a pipeline so far; seconds of threads are summed over them."""
 
     at_s: float
     process_s: float
@@ -36,7 +36,7 @@ class Sums:
 
 
 class Tunable(Protocol):
-    """A pipeline."""
+    """A pipeline that can be measured and changed."""
 
     def sums(self) -> Sums: ...
 
@@ -44,7 +44,7 @@ class Tunable(Protocol):
 
 
 def measure(before: Sums, now: Sums) -> Measured:
-    """What happened between two moments; ``now`` is the later one."""
+    """Measure the pipeline between two moments; ``now`` is the later one."""
     seconds = max(now.at_s - before.at_s, 1e-9)
     return Measured(
         waited=min(1.0, (now.waited_s - before.waited_s) / seconds),
@@ -60,7 +60,7 @@ def measure(before: Sums, now: Sums) -> Measured:
 
 
 class Tuner:
-    """Tunes a loader's pipelines, one after another; what it learned of one holds for the next.
+    """Tunes a loader's pipelines, one after another; results of one carry over to the next.
 
     Mutable state: the controller's, replaced as a whole by the tuning thread, and between pipelines by the training
     loop's.
@@ -73,7 +73,7 @@ class Tuner:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to change."""
+        """Return whether there is anything to change."""
         return self._bounds is not None and self._bounds.least != self._bounds.most
 
     @property
@@ -88,7 +88,7 @@ class Tuner:
         return "" if self._state is None else self._state.reason
 
     def begin(self, options: PipelineOptions, chunk_bytes: int) -> PipelineOptions:
-        """The options with which a pipeline begins. Called before its thread runs."""
+        """Choose the options with which a pipeline begins. Called before its thread runs."""
         start = Settings(
             fetch_threads=options.fetch_threads,
             decode_threads=options.decode_threads,
@@ -119,7 +119,7 @@ class Tuner:
         return replace(options, **asdict(settings))
 
     def run(self, pipeline: Tunable, stopping: Event) -> None:
-        """Tune until the pipeline stops. What goes wrong here ends the tuning, and not the training."""
+        """Tune until the pipeline stops. An error here ends the tuning, not the training."""
         before = pipeline.sums()
         while not stopping.wait(TICK_S):
             now = pipeline.sums()
@@ -140,7 +140,7 @@ class Tuner:
 
 
 def _is_over(before: Sums, now: Sums) -> bool:
-    """Whether enough has happened to judge by; a loop that is away (evaluates, say) tells nothing until it is back."""
+    """Return whether the interval suffices to judge by; a loop that is away (evaluates, say) gives none."""
     seconds = now.at_s - before.at_s
     waits = now.waited_s - before.waited_s > seconds / 2
     return (

@@ -1,4 +1,4 @@
-"""How much a pipeline does at once: threads and bytes, from what the process may use and what the order needs."""
+"""The initial parallelism of a pipeline: threads and bytes, from the process's limits and the order's needs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _FIRST_DECODE_THREADS = 8
 
 
 class MemoryLimitWarning(UserWarning):
-    """The memory limit is below what the order keeps open at once; reads are repeated."""
+    """The memory limit is below the size of the windows that the order keeps open at once; reads are repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningChoice:
-    """What the user chose of what can be tuned; None where nothing was given.
+    """The user's choices among the tunable settings; None where nothing was given.
 
-    ``autotune``: "auto" changes what was not given while the pipeline runs, True also what was, False nothing.
+    ``autotune``: "auto" changes settings not given while the pipeline runs, True also given ones, False none.
     ``cores`` are this rank's part of the node's.
     """
 
@@ -56,23 +56,23 @@ class TuningChoice:
 
     @property
     def first_decode_threads(self) -> int:
-        """How many threads decode to begin with. More may only wait for each other's turns of the GIL."""
+        """Choose how many threads decode to begin with. More may only wait for each other's turns of the GIL."""
         most = self.cores if self.autotune is False else min(self.cores, _FIRST_DECODE_THREADS)
         return self.decode_threads or most
 
     @property
     def asked_processes(self) -> int:
-        """The worker processes that the user asks for."""
+        """The number of worker processes that the user asks for."""
         return 0 if self.processes == "auto" else self.processes
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody says what is to decode."""
+        """Return whether the user left the choice of decoding threads and processes to the loader."""
         return self.processes == "auto" and self.decode_threads is None and self.autotune is not False
 
     @property
     def kept(self) -> frozenset[str]:
-        """What is not changed, by its name in ``autotune.Settings``."""
+        """The names, in ``autotune.Settings``, of the settings that stay as they are."""
         given = {name: getattr(self, name) for name in ("fetch_threads", "decode_threads", "read_ahead_bytes")}
         kept = {name for name, value in given.items() if not self.autotune or (self.autotune == "auto" and value)}
         return frozenset(kept | ({"decode_threads"} if self.asked_processes else set()))
@@ -80,9 +80,9 @@ class TuningChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How much runs at once. Bytes are those of this process; ``span_bytes`` is what is gathered at once.
+    """Limits of one rank's pipeline. Bytes are those of this process; ``span_bytes`` is gathered at once.
 
-    ``memory_limit_bytes`` is what no chunk may exceed by itself; ``header_budget_bytes`` is the part of
+    ``memory_limit_bytes`` is the most that a chunk may take by itself; ``header_budget_bytes`` is the part of
     ``chunk_budget_bytes`` that headers of shards may take. ``fetch_threads``, ``decode_threads`` and
     ``read_ahead_bytes`` are those to begin with. ``holds_windows``: the chunks of all open windows fit at once;
     ``has_spare``: twice as many would.
@@ -103,7 +103,7 @@ class PipelineOptions:
 
 
 def mean_row_bytes(manifest: Manifest) -> int:
-    """What a sample takes once opened, at least 1; the same on every rank."""
+    """Compute the mean bytes of an opened sample, at least 1; the same on every rank."""
     return max(1, int(manifest.memory.sum()) // manifest.num_samples)
 
 
@@ -121,7 +121,7 @@ def tune(
     read_ahead: int | None = None,
     response_s: float | None = None,
 ) -> PipelineOptions:
-    """The options of one rank's pipeline. ``memory_limit`` is in bytes; None derives it from machine and cgroup.
+    """Choose the options of one rank's pipeline. ``memory_limit`` is in bytes; None derives it from machine and cgroup.
 
     ``others`` are the data sets, each in an order of its own, of which ``manifest`` holds the chunks; () where it is
     one data set. ``fetch_threads`` and ``read_ahead`` (bytes) are the user's, None where there are none. ``response_s``
@@ -166,9 +166,9 @@ def tune(
 
 
 def first_fetch_threads(is_local: bool, response_s: float | None, chunk_bytes: int) -> int:
-    """How many chunks to fetch at a time to begin with.
+    """Choose how many chunks to fetch at a time to begin with.
 
-    Of a remote store so many more as are on their way in ``response_s`` on a link of 10 Gb/s: the bandwidth-delay
+    A remote store adds as many as a link of 10 Gb/s carries in ``response_s``: the bandwidth-delay
     product. Those beside them hide the server's own time for each.
     """
     if is_local:
@@ -178,7 +178,7 @@ def first_fetch_threads(is_local: bool, response_s: float | None, chunk_bytes: i
 
 
 def _open_bytes(own_lanes: int, manifest: Manifest, order: Order) -> int:
-    """About how many bytes the chunks of a data set take that so many lanes keep open at once."""
+    """Estimate the bytes of a data set's chunks that so many lanes keep open at once."""
     from ..order.costs.buckets import count_open_chunks
 
     whole = int(manifest.memory.sum())

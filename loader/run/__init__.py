@@ -1,1 +1,1 @@
-"""Passes over a loader, what they own, and what they are made of."""
+"""Passes over a loader: their parts, and the resources that they own."""

@@ -1,4 +1,4 @@
-"""Where a loader stands and what assembles its batches, as its sources are: counted by arithmetic, or by reading."""
+"""The sampler and assembler of a loader's sources: steps are counted by arithmetic, or by reading."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What batches are made with: the sources, the decoders of each kind, and what replaces bad chunks.
+    """The parts that batches are made with: the sources, the decoders of each kind, and the replacer of bad chunks.
 
-    ``counts`` are of what is packed, by source. ``ledgers`` are what ranks tell each other of streams; None where there
+    ``counts`` are of what is packed, by source. ``ledgers`` share the ranks' progress in streams; None where there
     are none. ``is_logged``: an audit asks which samples were dropped.
     """
 
@@ -37,7 +37,7 @@ class Reading:
     is_logged: bool
 
     def apart(self) -> Reading:
-        """The same for whoever only looks: nothing is shared with a running pipeline, or told to other ranks."""
+        """Make a copy for a preview, which shares nothing with a running pipeline and posts nothing to other ranks."""
         from ..ranks.channel import MemoryChannel
         from ..ranks.ledger import Ledgers
 
@@ -53,7 +53,7 @@ class Reading:
 
 
 def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
-    """The beginning of a run over ``sources``, with the indexes of costs that its order and shares need.
+    """Make the sampler at the beginning of a run, with the indexes of costs that its order and shares need.
 
     Raises:
         ConfigError, PartitionError, DatasetError: no order is as asked for, or an index is not there.
@@ -63,7 +63,7 @@ def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
     if isinstance(config.source, Mixture):
         from ..sampler.mixture import MixtureSchedule
 
-        ledgers = _open_ledgers(f"mixture {of}", config) if sources.are_streams else None
+        ledgers = _open_ledgers(f"mixture {of}", config) if sources.has_streams else None
         return Sampler(MixtureSchedule(config.source, sources, share=config.share, ledgers=ledgers, **order))
     [source], [(fingerprint, selected)] = sources, of
     share, bucket_costs = config.costs.open(
@@ -77,7 +77,7 @@ def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
         selection=source.selection,
         bucket=config.costs.bucket,
         bucket_costs=bucket_costs,
-        ledgers=_open_ledgers(f"{fingerprint}/{selected}", config) if sources.are_streams else None,
+        ledgers=_open_ledgers(f"{fingerprint}/{selected}", config) if sources.has_streams else None,
         stream_kind=source.stream_kind,
         only_skips=source.reshaping is not None and source.reshaping.only_skips,
     )
@@ -96,9 +96,9 @@ def _open_ledgers(identity: str, config: LoaderConfig) -> Ledgers:
 def make_assembler(
     config: LoaderConfig, sampler: Sampler, reading: Reading, equipment: Equipment, start: Start
 ) -> Assembler:
-    """What assembles batches from ``start`` on, with the threads and buffers of a pipeline."""
+    """Make the assembler of batches from ``start`` on, with the threads and buffers of a pipeline."""
     sources, kinds, quarantine = reading.sources, reading.kinds, reading.quarantine
-    if not sources.are_streams:
+    if not sources.has_streams:
         from ..assembly.span_assembler import SpanAssembler
 
         return SpanAssembler(

@@ -1,4 +1,4 @@
-"""The batches of a loader, one by one: where a pass over it begins and ends, and what it hands out."""
+"""The iterator over a loader's batches: the beginning and end of a pass, and the batches in it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class BatchIterator(Iterator[BatchT]):
             self._is_asked = False
             if self._is_the_end(exc):
                 raise
-            # After an interrupt, too: what was taken out of the queue and not handed out is not lost.
+            # After an interrupt, too: a batch taken out of the queue but not handed out is not lost.
             saved, self._at = before
             sampler.restore(saved)
             run.resources.stop_pipeline()
@@ -82,12 +82,12 @@ class BatchIterator(Iterator[BatchT]):
             raise
 
     def _take(self) -> Delivery | None:
-        """The batch at the position; None where the epoch has ended, which the position then knows."""
+        """Take the batch at the position; None where the epoch has ended, which the position then records."""
         run, sampler, is_first = self._run, self._run.sampler, self._at is None
         asked_s = time.perf_counter()
         while True:
             if not is_first and run.running() is None and sampler.upcoming[0] != sampler.epoch:
-                sampler.skip_end()  # the pipeline that would have told the epoch's end is gone
+                sampler.skip_end()  # the pipeline that would have delivered the epoch's end is gone
                 return None
             item = run.pipeline().get()
             got_s = time.perf_counter()
@@ -121,7 +121,7 @@ class BatchIterator(Iterator[BatchT]):
 
 
 def _not_the_end(ended: StopIteration) -> RuntimeError:
-    """As in a generator (PEP 479): a user's StopIteration would end the loop over a pass, and nobody would know."""
+    """Convert a user's StopIteration, as generators do (PEP 479): it would end the loop over a pass unnoticed."""
     error = RuntimeError(
         "transform= or collate= raised StopIteration, which a loop over batches would take for the epoch's end; where "
         "a function calls next(), give it a default, or catch what it raises"

@@ -1,4 +1,4 @@
-"""The pipe of a loader in words: one line a stage, with what was chosen, and why where the loader chose it."""
+"""The pipeline of a loader in words: one line a stage, with its settings, and why the loader chose them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TUNED = "tuned while it runs"
 
 
 def describe(run: Run) -> str:
-    """The stages from the sources to the device, a line each. Reads nothing; of now, so a loaded state shows, too."""
+    """Describe the stages from the sources to the device, a line each. Reads nothing; shows a loaded state, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MemoryLimitWarning)
         options = run.tune()
@@ -52,7 +52,7 @@ def _describe_sources(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _weights_now(run: Run) -> Sequence[float]:
-    """The weights of a mixture's sources for the next batch."""
+    """Find the weights of a mixture's sources for the next batch."""
     schedule = run.sampler.schedule
     assert isinstance(schedule, MixtureSchedule)
     _, here = schedule.cursor_at(*run.sampler.upcoming)
@@ -89,7 +89,7 @@ def _describe_order(run: Run) -> str:
 
 def _describe_reading(run: Run, options: PipelineOptions) -> str:
     config, tuning, sources = run.config, run.config.tuning, run.sources
-    where = "local files" if sources.are_local else "the store"
+    where = "local files" if sources.is_local else "the store"
     text = f"{options.fetch_threads} chunks at a time from {where} ({_why(tuning.fetch_threads, 'fetch_threads', run)})"
     text += f", {_bytes(options.read_ahead_bytes)} ahead ({_why(tuning.read_ahead_bytes, 'read_ahead_bytes', run)})"
     limit = "'auto'" if tuning.memory_bytes is None else "as given"
@@ -182,7 +182,7 @@ def _why(given: object, name: str, run: Run) -> str:
 
 
 def _unlike(values: Sequence[Any], show: Any) -> str:
-    """What all sources have alike; where they differ, each once."""
+    """Show the value that all sources share; where they differ, each once."""
     return " or ".join(dict.fromkeys("none" if value is None and show is _name else show(value) for value in values))
 
 

@@ -6,9 +6,9 @@ from typing import NoReturn
 
 
 class NoItems:
-    """As a class's ``__getitem__``: indexing raises a TypeError that says ``text``.
+    """A class's ``__getitem__`` whose use raises a TypeError that says ``text``.
 
-    Asking whether there is a ``__getitem__`` finds none: frameworks that prefer it over ``__iter__`` go on as before.
+    ``hasattr`` finds no ``__getitem__``, so that frameworks that prefer it over ``__iter__`` still iterate.
     """
 
     def __init__(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The first batch of a pass, made by the loader's assembler with a reader that reads what it needs, and that is all."""
+"""The first batch of a pass, made by the loader's assembler with a reader that reads only what it needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INTERRUPTED_S = 1.0
 
 
 def peek(run: Run) -> Any:
-    """The first batch of a pass that would begin now, for the caller's stream. Used by the training loop's thread.
+    """Make the first batch of a pass that would begin now, for the caller's stream. Used by the training loop's thread.
 
     Shares nothing that changes with a running pipeline, and ends every thread that it starts. Decoding and transform
     run on threads here, where the loader has worker processes too.
@@ -37,7 +37,7 @@ def peek(run: Run) -> Any:
     """
     run.resources.check_open()
     run.check_rank()
-    if run.sources.are_streams and run.share.world_size > 1:
+    if run.sources.has_streams and run.share.world_size > 1:
         raise ConfigError(
             f"peek() of a loader that drops or packs samples, with world_size={run.share.world_size}: what is "
             "left is known to all ranks together; look with a loader of rank=0, world_size=1"
@@ -56,7 +56,7 @@ def peek(run: Run) -> Any:
         return True
 
     pool = DaemonPool("penstock-look", options.decode_threads)
-    reader = DirectReader(reading.sources.chunks, ahead_bytes=_MOST_BYTES if run.sources.are_streams else 0)
+    reader = DirectReader(reading.sources.chunks, ahead_bytes=_MOST_BYTES if run.sources.has_streams else 0)
     patience_s: float | None = None
     try:
         maker = BatchMaker(
@@ -146,7 +146,7 @@ class DirectReader:
             loaded: Block | BaseException
             try:
                 loaded = self._loading[chunk].result()
-            except Exception as exc:  # noqa: BLE001 - whoever takes it decides what a bad chunk means
+            except Exception as exc:  # noqa: BLE001 - the caller decides how to treat a bad chunk
                 loaded = exc
             yield chunk, loaded
 

@@ -1,4 +1,4 @@
-"""What a loader owns and must release, however it ends: its pipeline, worker processes, store and delivery log."""
+"""The resources that a loader must release, however it ends: its pipeline, worker processes, store and delivery log."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ class Resources:
             )
 
     def running(self) -> Pipeline | None:
-        """The pipeline, if there is one. Raises ForkedLoaderError."""
+        """Get the pipeline, if there is one. Raises ForkedLoaderError."""
         self.check_process()
         return self.pipeline
 
     def activity(self) -> dict[str, Any]:
-        """What the next batch is waiting for; see ``Pipeline.activity``. Raises ForkedLoaderError."""
+        """Describe what the next batch waits for; see ``Pipeline.activity``. Raises ForkedLoaderError."""
         pipeline = self.running()
         return {} if pipeline is None else pipeline.activity()
 
     def levels(self) -> Levels:
-        """How full everything is now; any thread may ask, and after ``close``. Raises ForkedLoaderError."""
+        """Measure how full everything is now; any thread may ask, and after ``close``. Raises ForkedLoaderError."""
         pipeline = self.running()
         levels = Levels() if pipeline is None else pipeline.levels()
         running, limit = count_running(self.store)
@@ -84,7 +84,7 @@ class Resources:
         return replace(levels, running_requests=running, request_limit=limit, process_bytes=taken)
 
     def count_store(self) -> StoreCounts:
-        """What the store did so far, and after ``close`` what it did until then."""
+        """Count the store's requests so far; after ``close``, until then."""
         store = self.store
         return self._counts if store is None else count_store(store)
 
@@ -93,7 +93,7 @@ class Resources:
         return self._process == _process
 
     def join_peers(self) -> None:
-        """From now on hear of errors on other ranks, until ``close``."""
+        """Receive errors of other ranks from now on, until ``close``."""
         from ..ranks.peers import join_peers
 
         me = weakref.ref(self)
@@ -112,13 +112,13 @@ class Resources:
             self.peers.check(self)
 
     def tell_peers(self, error: BaseException) -> None:
-        """Tell the other ranks of an error that ends this one's pass: not of an interrupt, or of a closed loader."""
+        """Post an error that ends this rank's pass to the other ranks, except interrupts and a closed loader's."""
         is_own_doing = isinstance(error, (LoaderClosedError, ForkedLoaderError)) or not isinstance(error, Exception)
         if self.peers is not None and not is_own_doing:
             self.peers.tell(self, error)
 
     def stop_pipeline(self) -> None:
-        """End the pipeline, if there is one, and drop what it read ahead."""
+        """End the pipeline, if there is one, and drop its read-ahead."""
         pipeline = self.pipeline
         if pipeline is not None and self._is_ours:
             try:
@@ -140,7 +140,7 @@ class Resources:
             return
         try:
             self.close()
-        except BaseException:  # an interrupt, which nobody will see: it is raised in a finalizer
+        except BaseException:  # an interrupt, which is lost: it is raised in a finalizer
             self._close_elsewhere()
             raise
 
@@ -148,7 +148,7 @@ class Resources:
         Thread(target=self.close, name="penstock-close").start()
 
     def close_if_closed(self) -> None:
-        """Release what came to be while another thread closed all, which may have missed it."""
+        """Release resources that were made while another thread closed all, which may have missed them."""
         if self._is_closed:
             self.close()
 
@@ -178,7 +178,7 @@ _ALL: weakref.WeakSet[Resources] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A copy of a worker's connection that a child holds would keep the worker after the parent's death."""
+    """Close a child's copies of the workers' connections, which would keep the workers after the parent's death."""
     global _process
     _process = os.getpid()
     for resources in list(_ALL):

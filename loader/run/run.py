@@ -1,4 +1,4 @@
-"""A loader at work: what it reads, where it stands, and the pipelines that deliver its batches."""
+"""A loader at work: its sources, its position, and the pipelines that deliver its batches."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _RECORDING = threading.Lock()
 
 
 class Run:
-    """A loader's sources, where it is in their order, and the pipeline that is ahead of it.
+    """A loader's sources, its place in their order, and the pipeline that is ahead of it.
 
-    Of the passes over it only the newest may go on. Used by the training loop's thread only. Mutable state besides the
+    Only its newest pass may continue. Used by the training loop's thread only. Mutable state besides the
     sampler and the resources: how many passes have begun.
     """
 
@@ -78,12 +78,12 @@ class Run:
         return self.sampler.share
 
     def check_rank(self) -> None:
-        """Raise ConfigError where torch.distributed now says another rank than the loader was made for."""
+        """Raise ConfigError where torch.distributed now reports another rank than the loader was made for."""
         is_given = self.config.rank is not None or self.config.mesh is not None
         check_rank(self.share.rank, self.share.world_size, is_given=is_given)
 
     def join(self, attempt: Attempt | None) -> None:
-        """Begin the log, if there is one, and hear of errors on other ranks; ``attempt`` names the loader for them."""
+        """Begin the log, if there is one, and receive errors of other ranks; ``attempt`` names the loader for them."""
         config, manifest, share = self.config, self.sources.manifest, self.share
         selection = None if self.sources.is_mixed else self.sources[0].selection
         if attempt is not None and share.world_size > 1:
@@ -114,7 +114,7 @@ class Run:
     # -- what is chosen once ------------------------------------------------------------------------------------------
 
     def _choose_batch_options(self) -> BatchOptions:
-        """The loader's, with what sources add; of several kinds, each has a transform of its own.
+        """Choose the loader's options, with those of its sources; of several kinds, each has a transform of its own.
 
         Raises:
             ConfigError: a field of the data has a name that the loader gives, or is not there to be cut.
@@ -140,7 +140,7 @@ class Run:
         return options
 
     def _choose_workers(self) -> None:
-        """Processes that decode and transform: those asked for, or of images alone what the machine has cores for."""
+        """Choose the processes that decode and transform: those asked for, or some for images if the cores suffice."""
         tuning, raw, kind = self.config.tuning, self.config.raw, self.reading.kinds[0]
         work = replace(self.batch_options, transform=kind.transform, may_drop=kind.may_drop).work
         are_alike = len(group_kinds(self.sources)) == 1
@@ -163,7 +163,7 @@ class Run:
         return source.errors.bad
 
     def make_replacer(self, apart: Sources, *, counts: bool = True) -> Replacer | None:
-        """What replaces bad samples, reading by ``apart``; None where they are not replaced."""
+        """Make the replacer of bad samples, which reads by ``apart``; None where they are not replaced."""
         source: OpenSource = apart[0]
         return source.errors.replacer(source.chunks, self.batch_options.work, counts=counts)
 
@@ -211,7 +211,7 @@ class Run:
         self.sampler.load(loaded, self._record_rest)
 
     def skip(self, count: int) -> None:
-        """Go on some global batches further, without reading them."""
+        """Skip global batches without reading them."""
         self.resources.check_open()
         self.resources.stop_pipeline()
         self.note_call(f"skip_batches({count})")
@@ -220,7 +220,7 @@ class Run:
         self.sampler.skip(count, (lambda *_: None) if log is None else log.record_skip, self._record_rest)
 
     def change_share(self, share: Share, call: str) -> None:
-        """Cut global batches otherwise from the next one on, as all ranks do that make this ``call``."""
+        """Cut global batches by ``share`` from the next one on, as all ranks do that make this ``call``."""
         self.resources.check_open()
         self.note_call(call)
         self.resources.stop_pipeline()
@@ -238,14 +238,14 @@ class Run:
         self.resources.stop_pipeline()
 
     def _record_rest(self, epoch: int, start: int, stop: int) -> None:
-        """Log what is left of an epoch and fills no batch now, which the batches before it do not tell."""
+        """Log the rest of an epoch that fills no batch now, which the batches before it do not show."""
         if self.resources.log is not None:
             self.resources.log.record_drop(epoch, start, stop)
 
     # -- pipelines ----------------------------------------------------------------------------------------------------
 
     def running(self) -> Pipeline | None:
-        """The running pipeline, if there is one."""
+        """Get the running pipeline, if there is one."""
         self.resources.check_open()
         pipeline = self.resources.pipeline
         if pipeline is not None and pipeline.is_stopped:  # an interrupt came before it was forgotten
@@ -254,7 +254,7 @@ class Run:
         return pipeline
 
     def pipeline(self) -> Pipeline:
-        """The running pipeline, or a new one from the position on."""
+        """Get the running pipeline, or start one at the position."""
         pipeline = self.running()
         if pipeline is None:
             try:
@@ -294,12 +294,12 @@ class Run:
         return make_assembler(self.config, self.sampler, self.reading, equipment, start)
 
     def start(self, epoch: int, consumed: int) -> Start:
-        """Where a pipeline begins for a position that is the upcoming one, or an epoch's beginning."""
+        """Make the start of a pipeline for a position that is the upcoming one, or an epoch's beginning."""
         cursors = self.sampler.cursors() if consumed else None
         return Start(order=self.sampler.order, share=self.share, epoch=epoch, position=consumed, cursors=cursors)
 
     def tune(self) -> PipelineOptions:
-        """How much a pipeline that starts now does at once."""
+        """Choose the parallelism of a pipeline that starts now."""
         sources, tuning = self.sources, self.config.tuning
         others = []
         if sources.is_mixed:
@@ -310,7 +310,7 @@ class Run:
             world_size=self.share.world_size,
             memory_limit=tuning.memory_bytes,
             threads=tuning.first_decode_threads,
-            is_local=sources.are_local,
+            is_local=sources.is_local,
             device=self.config.cuda,
             others=others,
             fetch_threads=tuning.fetch_threads,
@@ -328,7 +328,7 @@ class Run:
             self.counters.timeline = timeline
 
     def metrics(self) -> LoaderMetrics:
-        """The numbers of now; of a mixture also how far the run is in each source."""
+        """Measure the current numbers; of a mixture also the progress in each source."""
         from ..sampler.mixture import MixtureSchedule
 
         metrics = self.counters.metrics(self.resources.levels(), self.resources.count_store())

@@ -1,1 +1,1 @@
-"""Where a run stands in its order, and how that is saved."""
+"""The sampler: the place of a run in its order, and its states."""

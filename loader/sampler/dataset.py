@@ -28,11 +28,10 @@ FILTER = "filter"
 
 
 class DatasetSchedule(Schedule):
-    """The order of one data set, and how its epochs are cut into batches.
+    """The order of one data set, and the cuts of its epochs into batches.
 
-    Where samples are dropped or packed, ranks tell each other of it in ``ledgers``, and ``stream_kind`` is what states
-    tell of it; ``only_skips``: nothing is dropped but bad samples, so that states of a loader that drops none are good
-    here.
+    Where samples are dropped or packed, ranks share progress in ``ledgers``, and ``stream_kind`` is what states
+    record of it; ``only_skips``: nothing is dropped but bad samples, so that states of a loader without drops fit.
 
     Raises:
         ConfigError: no order has such a seed, number of lanes, window or piece.
@@ -145,10 +144,10 @@ class DatasetSchedule(Schedule):
         return 0 if self.steps(epoch).ahead(consumed, 1) else self._num_samples - consumed
 
     def check_epoch(self, epoch: int) -> None:
-        """Nothing: every epoch begins at its position 0."""
+        """Check nothing: every epoch begins at its position 0."""
 
     def go_to(self, epoch: int, consumed: int, *, is_back: bool) -> None:
-        """Nothing, as for ``check_epoch``."""
+        """Do nothing, as in ``check_epoch``."""
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +236,7 @@ class DatasetSchedule(Schedule):
 
 
 def _refuse_stream(loaded: LoaderState) -> None:
-    """Raise StateMismatchError where a state is amid an epoch whose samples are dropped, of which none are here."""
+    """Raise StateMismatchError where a state is amid an epoch with dropped samples, which this loader does not drop."""
     if loaded.stream and loaded.consumed:
         raise StateMismatchError(
             "the state is inside an epoch of a loader with keep=, may_drop=, packing= or on_error='skip', and this "
@@ -247,12 +246,12 @@ def _refuse_stream(loaded: LoaderState) -> None:
 
 
 def _is_alike(loaded: LoaderState, kind: Mapping[str, Any]) -> bool:
-    """Whether the cursors of a state mean the same to a loader of this kind."""
+    """Return whether the cursors of a state mean the same to a loader of this kind."""
     return bool(loaded.stream) and {name: loaded.stream.get(name) for name in kind} == kind
 
 
 def _check_stream(loaded: LoaderState, kind: Mapping[str, Any], *, only_skips: bool) -> None:
-    """Raise StateMismatchError where a state is amid an epoch whose samples are dropped or packed otherwise."""
+    """Raise StateMismatchError where a state is amid an epoch whose samples are dropped or packed differently."""
     if loaded.consumed and not loaded.stream and not only_skips:
         raise StateMismatchError(
             "the state is inside an epoch of a loader that drops nothing and packs nothing, and this one does; "
@@ -279,7 +278,7 @@ def _check_stream(loaded: LoaderState, kind: Mapping[str, Any], *, only_skips: b
 
 
 def _read_cursors(loaded: LoaderState, kind: Mapping[str, Any], num_samples: int) -> Cursors:
-    """The cursors of a state. Raises StateMismatchError where they are damaged."""
+    """Read the cursors of a state. Raises StateMismatchError where they are damaged."""
     lanes, unit = loaded.lanes, kind.get("unit")
     cursors = Cursors.from_dict(loaded.stream, lanes=lanes, consumed=loaded.consumed, one_each=unit is None)
     due = lane_offsets(np.array(loaded.consumed, np.int64), lane_turns(lanes))

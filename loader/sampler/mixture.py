@@ -51,7 +51,7 @@ class _Epoch:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The batches of an epoch, each of ``size`` samples; ``left_at`` tells how many are left at a position."""
+    """The batches of an epoch, each of ``size`` samples; ``left_at`` counts those that are left at a position."""
 
     size: int
     left_at: Callable[[int], int | None]
@@ -73,10 +73,10 @@ class _Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPlace:
-    """From where on a run is read whose samples are dropped or packed.
+    """The place from which a run with dropped or packed samples is read.
 
-    It is at ``here``, ``consumed`` samples into an epoch that began at ``start``: of the sources, at ``laps`` where
-    the epoch began at ``starts``, with ``cursors`` of the lanes.
+    It is at ``here``, ``consumed`` samples into an epoch that began at ``start``. The sources are at ``laps``;
+    at the epoch's beginning they were at ``starts``. ``cursors`` are those of the lanes.
     """
 
     plan: MixturePlan
@@ -91,7 +91,7 @@ class StreamPlace:
 
 
 class MixtureSchedule(Schedule):
-    """The order of a mixture's sources, and where its epochs are, as far as that is known.
+    """The order of a mixture's sources, and the boundaries of its epochs, as far as they are known.
 
     Raises:
         ConfigError: no order has such a seed, number of lanes, window or piece.
@@ -148,7 +148,7 @@ class MixtureSchedule(Schedule):
         self.share = share
 
     def _choose(self, number: int, **choices: Any) -> SourceOrder:
-        """The order of a source that begins here: seeded by its name, so that other sources do not change it."""
+        """Choose the order of a source that begins here: seeded by its name, so that other sources do not change it."""
         source: OpenSource = self._sources[number]
         seed = stream_key(_FOR_SOURCES, self._order.seed, xxhash.xxh3_64_intdigest(source.name.encode()))
         counts = source.chunk_samples
@@ -203,11 +203,11 @@ class MixtureSchedule(Schedule):
         return _Steps(self.plan.global_batch_size, partial(self._left_at, epoch))
 
     def _epoch(self, start: Cursor, here: Cursor) -> _Epoch:
-        """An epoch that began at ``start``, of which ``here`` is known."""
+        """Make the epoch that began at ``start``, of which ``here`` is known."""
         return _Epoch(start, here, None if self.unsized is not None else self.plan.steps_left(start, here))
 
     def _left_at(self, epoch: int, consumed: int) -> int | None:
-        """Batches from a position to its epoch's end; None if that never comes."""
+        """Count the batches from a position to its epoch's end; None for an endless one."""
         known = self._known(epoch)
         if known.left is None:
             return None
@@ -262,7 +262,7 @@ class MixtureSchedule(Schedule):
             self._epochs[item.epoch + 1] = self._epoch(here, here)
 
     def cursor_at(self, epoch: int, consumed: int) -> tuple[Cursor, Cursor]:
-        """Where an epoch began, and where the run is at a position in it."""
+        """Find the beginning of an epoch, and the run's place at a position in it."""
         known = self._known(epoch)
         base, first = (known.start, 0) if consumed < known.base_consumed else (known.base, known.base_consumed)
         return known.start, self.plan.advance(base, (consumed - first) // self.plan.global_batch_size)
@@ -293,7 +293,7 @@ class MixtureSchedule(Schedule):
     # -- what only reading tells ----------------------------------------------------------------------------------
 
     def stream_place(self, epoch: int, consumed: int) -> StreamPlace:
-        """From where on a pipeline reads that starts at the upcoming place, or at the beginning of an epoch."""
+        """Find the place to read from for a pipeline that starts at the upcoming place, or an epoch's beginning."""
         assert self.unsized is not None
         start, here = self.cursor_at(epoch, consumed)
         laps = self.unsized.laps_at(epoch, consumed)
@@ -310,18 +310,18 @@ class MixtureSchedule(Schedule):
         )
 
     def open_ledger(self, number: int, epoch: int, ledgers: Ledgers | None = None) -> EpochLedger:
-        """What is known of an epoch of a source; of ``ledgers`` if given."""
+        """Open the ledger of an epoch of a source; in ``ledgers`` if given."""
         assert self.unsized is not None
         return self.unsized.open_ledger(number, epoch, self.share, ledgers)
 
     def count_epochs(self, number: int, taken: int, here: Place) -> float:
-        """Epochs of a source completed after ``taken`` of its samples, at the upcoming place."""
+        """Count the epochs of a source completed after ``taken`` of its samples, at the upcoming place."""
         source = self._sources[number]
         if not source.stream_kind:
             return float(taken / source.num_samples)
         assert self.unsized is not None
         lap = self.unsized.laps_at(*here)[number]
-        if lap.epoch:  # the epochs that are over tell about how many outputs one has
+        if lap.epoch:  # finished epochs give an estimate of the outputs of one
             return lap.epoch + min(lap.outputs * lap.epoch / (taken - lap.outputs), 0.999)
         ledger = self.unsized.find_ledger(number, 0)
         whole = None if ledger is None else ledger.estimate(lane_sizes(source.num_samples, self._order.lanes))
@@ -360,7 +360,7 @@ class MixtureSchedule(Schedule):
         )
 
     def _stream_state(self, number: int, epoch: int, consumed: int) -> Mapping[str, Any]:
-        """What a state has of a source besides, where its outputs are not arithmetic."""
+        """Make a source's part of a state, where its outputs are not arithmetic."""
         kind = self._sources[number].stream_kind
         if not kind:
             return {}
@@ -413,7 +413,7 @@ class MixtureSchedule(Schedule):
         return place, news
 
     def _load_laps(self, state: MixtureState, known: Sequence[SourceState | None]) -> tuple[Laps, Laps]:
-        """Take over where sources are, with their lanes: the laps where the state's epoch began, and there."""
+        """Take over the sources' laps, with their lanes, from a state: where its epoch began, and at its place."""
         assert self.unsized is not None
         starts, laps, cursors = [], [], {}
         for number, (source, old) in enumerate(zip(self._sources, known, strict=True)):
@@ -436,7 +436,7 @@ def _read_stream(source: OpenSource, state: SourceState, lanes: int) -> SourceSt
 
 
 def _check_stream(source: OpenSource, state: SourceState, lanes: int) -> None:
-    """Raise StateMismatchError where what a state has of a source besides means nothing here, or is damaged."""
+    """Raise StateMismatchError where a state's stream part does not fit this source, or is damaged."""
     if not yields_alike(source, state):
         refuse_other_stream(source.name, state.stream, source.stream_kind)
     if not source.stream_kind:

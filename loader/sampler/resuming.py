@@ -1,4 +1,4 @@
-"""What a state of a mixture means for one whose sources or weights are others: pure functions."""
+"""Resuming a mixture with other sources or weights than its state has: pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def identity_of(source: OpenSource) -> dict[str, Any]:
-    """What tells whether a source is the same data: its name, and the samples that it has."""
+    """Make the identity of a source's data: its name and its samples."""
     return {
         "name": source.name,
         "fingerprint": source.manifest.fingerprint,
@@ -24,9 +24,9 @@ def identity_of(source: OpenSource) -> dict[str, Any]:
 
 
 def match_sources(sources: Sources, state: MixtureState) -> list[SourceState | None]:
-    """What a state knows of each source: by its name, or, where the name is new, as the same data; None if nothing.
+    """Match each source to a state's: by name or, under a new name, by equal data; None without a match.
 
-    Data of which a new name drops or packs samples in another way than the state's source begin anew.
+    A source under a new name that drops or packs differently from the state's begins anew.
 
     Raises:
         StateMismatchError: a source of the same name has other data.
@@ -51,13 +51,13 @@ def match_sources(sources: Sources, state: MixtureState) -> list[SourceState | N
 
 
 def yields_alike(source: OpenSource, old: SourceState) -> bool:
-    """Whether a source drops or packs samples as a state says that it did, as far as states know."""
+    """Return whether a source drops or packs samples as a state says, as far as states know."""
     kind = source.stream_kind
     return all(old.stream.get(name) == kind.get(name) for name in ("kind", "packing", "unit"))
 
 
 def refuse_other_stream(name: str, had: Mapping[str, Any], here: Mapping[str, Any]) -> NoReturn:
-    """Raise StateMismatchError: a state's source yields other outputs than here, of which it says what is known."""
+    """Raise StateMismatchError: a state's source yields other outputs than this one; names the known differences."""
     kinds = {"filter": "drops samples", "packing": "packs documents", None: "delivers every sample"}
     before, now = (kinds.get(stream.get("kind"), "does something unknown") for stream in (had, here))
     if before == now:
@@ -79,9 +79,9 @@ def merge_changes(
     known: Sequence[SourceState | None],
     stratified: bool,
 ) -> tuple[tuple[WeightChange, ...], list[str]]:
-    """The weights from a state's epoch on, and what to tell of them: the state's up to its position, then ``given``.
+    """Merge the weights from a state's epoch on, with notes: the state's up to its position, then ``given``.
 
-    Where the mixture is the one that the state's loader was made of, all are the state's. ``known`` is what
+    Where the mixture is that of the state's loader, all are the state's. ``known`` is what
     ``match_sources`` found of the sources called ``names``.
     """
     in_state = [source.name for source in state.sources]

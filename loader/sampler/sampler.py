@@ -1,4 +1,4 @@
-"""The sampler: where a loader is in its run, what comes next, and how both are saved."""
+"""The sampler: a loader's place in its run, the next batches, and the state that saves both."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class MixtureChangedWarning(UserWarning):
 
 
 def ignore(epoch: int, start: int, stop: int) -> None:
-    """Report to nobody."""
+    """Ignore a report."""
 
 
 class Sampler:
     """The first sample of a run that has not been handed out.
 
     The first ``consumed`` positions of ``epoch`` have been handed out. Where no batch is left of an epoch, ``epoch``
-    stays what it is until the next one begins, so that it is the epoch of the last batch; ``upcoming`` tells where that
+    stays what it is until the next one begins, so that it is the epoch of the last batch; ``upcoming`` says where that
     next batch is. ``is_loaded`` says that no batch was handed out since a state was loaded, ``times_set`` how often an
     epoch was set. Used by the training loop's thread only.
     """
@@ -56,19 +56,19 @@ class Sampler:
 
     @property
     def share(self) -> Share:
-        """The part of global batches that is this rank's."""
+        """This rank's part of global batches."""
         return self.schedule.share
 
     @property
     def drops_samples(self) -> bool:
-        """Whether only reading tells how many batches an epoch has."""
+        """Return whether only reading tells how many batches an epoch has."""
         return self._unsized is not None
 
     # -- what comes next ------------------------------------------------------------------------------------------
 
     @property
     def upcoming(self) -> tuple[int, int]:
-        """Where the next batch is, as (epoch, consumed): here, or at the beginning of the next epoch."""
+        """The place of the next batch, as (epoch, consumed): here, or at the beginning of the next epoch."""
         if self._unsized is None:
             has_more = self.schedule.steps(self.epoch).ahead(self.consumed, 1) > 0
         else:
@@ -77,12 +77,12 @@ class Sampler:
 
     @property
     def pass_start(self) -> tuple[int, int]:
-        """Where a pass would begin now, as (epoch, consumed)."""
+        """The place where a pass would begin now, as (epoch, consumed)."""
         return (self.epoch, self.consumed) if self.is_loaded else (self.upcoming[0], 0)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of a whole epoch; of ``batch_tokens`` each epoch has a number of its own, which takes a scan.
+        """Count the batches of a whole epoch; with ``batch_tokens`` epochs differ, and counting takes a scan.
 
         Raises:
             TypeError: only reading tells, or the epoch never ends.
@@ -92,7 +92,7 @@ class Sampler:
 
     @property
     def steps_left(self) -> int:
-        """Batches from here to the epoch's end. Raises TypeError where ``steps_per_epoch`` does."""
+        """Count the batches from here to the epoch's end. Raises TypeError where ``steps_per_epoch`` does."""
         self._refuse_unsized()
         return self.schedule.steps(self.epoch).count(self.consumed)
 
@@ -105,18 +105,18 @@ class Sampler:
 
     @property
     def tail(self) -> int:
-        """Samples of the epoch that are left here and dropped, because they fill no batch of ``batch_tokens``."""
+        """Count the samples left here and dropped, because they fill no batch of ``batch_tokens``."""
         return 0 if self.share.budget is None else self._rest_at(self.epoch, self.consumed)
 
     def _rest_at(self, epoch: int, consumed: int) -> int:
         return 0 if self._unsized is not None else self.schedule.rest_at(epoch, consumed)
 
     def course(self, epoch: int, consumed: int) -> Course:
-        """What the run takes from a place on: the upcoming one, or the beginning of an epoch."""
+        """Make the course of the run from a place on: the upcoming one, or the beginning of an epoch."""
         return self.schedule.course(epoch, consumed)
 
     def cursors(self) -> Cursors | None:
-        """Where each lane of a data set stands before the next batch, where that is not arithmetic."""
+        """Find each lane's place before the next batch of a data set, where that is not arithmetic."""
         if self._unsized is None or self._unsized.is_mixed:
             return None
         [lap] = self._unsized.laps_at(*self.upcoming)
@@ -125,7 +125,7 @@ class Sampler:
     # -- what moves it --------------------------------------------------------------------------------------------
 
     def follows(self, item: Delivery) -> bool:
-        """Whether a delivery, a batch or the end of an epoch, is the one that comes next here."""
+        """Return whether a delivery, a batch or the end of an epoch, is the one that comes next here."""
         if self._unsized is not None and item.is_end and (item.epoch, item.start) == (self.epoch, self.consumed):
             return True  # nothing is left here: of the rest, no global batch of this size can be made
         return self.upcoming == ((item.epoch + 1, 0) if item.is_end else (item.epoch, item.start))
@@ -140,12 +140,12 @@ class Sampler:
         self.schedule.take(item)
 
     def save(self) -> tuple[Any, ...]:
-        """Where it is, for ``restore``."""
+        """Save its place, for ``restore``."""
         read = None if self._unsized is None else (self._unsized.has_ended, self._unsized.here)
         return self.epoch, self.consumed, self.is_loaded, read
 
     def restore(self, saved: tuple[Any, ...]) -> None:
-        """Go back to where it was when ``save`` returned this."""
+        """Go back to the place that ``save`` returned."""
         self.epoch, self.consumed, self.is_loaded, read = saved
         if self._unsized is not None:
             self._unsized.has_ended, self._unsized.here = read
@@ -157,9 +157,9 @@ class Sampler:
         self.schedule.go_to(epoch, consumed, is_back=is_back)
 
     def begin_pass(self) -> bool:
-        """Go to where a pass begins: to the upcoming epoch's beginning, or nowhere if a state was just loaded.
+        """Go to the beginning of a pass: to the upcoming epoch's beginning, or nowhere if a state was just loaded.
 
-        Returns whether that is another place than the upcoming one, so that what was read ahead is of no use.
+        Returns whether that is another place than the upcoming one, which makes the read-ahead useless.
         """
         moved = self.upcoming != self.pass_start
         self._go_to(*self.pass_start)
@@ -179,7 +179,7 @@ class Sampler:
     def skip_end(self, report: Report = ignore) -> None:
         """Go to the next epoch's beginning if no batch is left here.
 
-        ``report`` gets what is left and fills none, where arithmetic tells, as (epoch, start, stop).
+        ``report`` gets the samples left that fill no batch, where arithmetic tells, as (epoch, start, stop).
         """
         self._report_rest(self.epoch, self.consumed, report)
         self.epoch, self.consumed = self.upcoming
@@ -191,7 +191,7 @@ class Sampler:
             report(epoch, consumed, consumed + rest)
 
     def skip(self, steps: int, report: Report, report_rest: Report = ignore) -> None:
-        """Go to where a loaded state would be that is ``steps`` batches on, through the ends of epochs.
+        """Skip ``steps`` batches, through the ends of epochs: go where a state loaded after them would be.
 
         ``report`` gets the positions passed over as (epoch, start, stop), ``report_rest`` what fills no batch at the
         end of an epoch; if one raises, this stays where it was.
@@ -212,16 +212,16 @@ class Sampler:
         self.schedule.check_share(share)
 
     def change_share(self, share: Share, report: Report = ignore) -> None:
-        """From the upcoming batch on, cut global batches as ``share`` says, which ``check_share`` has seen.
+        """Cut global batches by ``share``, which ``check_share`` has seen, from the upcoming one on.
 
-        ``report`` as of ``skip_end``, of what only the new batches do not fit into.
+        ``report`` as in ``skip_end``, of the samples that fill none of the new batches.
         """
         self.skip_end()  # of what had no batch left before
         self.schedule.set_share(share, (self.epoch, self.consumed))
         self.skip_end(report)
 
     def set_weights(self, weights: Mapping[str, float], at: int | None) -> None:
-        """Change weights by name, from the upcoming batch on or from the first at position ``at`` of the run on."""
+        """Change weights by name, from the upcoming batch on, or from the first at position ``at`` of the run."""
         here = self.upcoming
         self.schedule.set_weights(weights, at, here)
         self._go_to(*here)
@@ -229,7 +229,7 @@ class Sampler:
     # -- states ---------------------------------------------------------------------------------------------------
 
     def to_state(self) -> State:
-        """The upcoming place with what makes it good for another loader: the data's identity and the order."""
+        """Save the upcoming place with the data's identity and the order, for another loader."""
         return self.schedule.to_state(*self.upcoming)
 
     def check_state(self, state: Mapping[str, Any]) -> Any:

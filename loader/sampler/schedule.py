@@ -1,4 +1,4 @@
-"""Schedules: the order of a run, where its epochs begin and end, and how a place in it is saved."""
+"""Schedules: the order of a run, the boundaries of its epochs, and the state of a place in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Place = tuple[int, int]  # an epoch, and how many of its positions are consumed
 
 
 class State(Protocol):
-    """A place as it is saved."""
+    """A saved place."""
 
     @property
     def epoch(self) -> int: ...
@@ -33,7 +33,7 @@ class State(Protocol):
 class Schedule(ABC):
     """The schedule of one data set, or of a mixture. Used by the training loop's thread only.
 
-    ``share`` is what is cut out of global batches. ``unsized`` knows what only reading tells; None where arithmetic
+    ``share`` is cut out of global batches. ``unsized`` holds the counts that only reading tells; None where arithmetic
     tells how many batches an epoch has.
     """
 
@@ -53,18 +53,18 @@ class Schedule(ABC):
 
     @abstractmethod
     def course(self, epoch: int, consumed: int) -> Course:
-        """What the run takes from a place on: the upcoming one, or the beginning of an epoch."""
+        """Make the course of the run from a place on: the upcoming one, or the beginning of an epoch."""
 
     @abstractmethod
     def steps(self, epoch: int) -> Steps:
-        """The batches of an epoch."""
+        """Make the batches of an epoch."""
 
     def count_steps(self, here: Place, upcoming: Place) -> int:
-        """Batches of a whole epoch, ``here`` being where the last batch ended. Raises TypeError where none can tell."""
+        """Count the batches of a whole epoch; ``here`` ends the last batch. Raises TypeError if only reading tells."""
         return self.steps(here[0]).count(0)
 
     def rest_at(self, epoch: int, consumed: int) -> int:
-        """Samples of an epoch that are left at a place and fill no batch, where arithmetic tells."""
+        """Count the samples of an epoch that are left at a place and fill no batch, where arithmetic tells."""
         return 0
 
     @abstractmethod
@@ -72,16 +72,16 @@ class Schedule(ABC):
         """Raise PartitionError if an epoch has no batch with this share."""
 
     def set_share(self, share: Share, here: Place) -> None:
-        """Cut global batches as ``share`` says from the upcoming batch on, which is ``here``."""
+        """Cut global batches by ``share`` from the upcoming one on, which is ``here``."""
         self.share = share
 
     @abstractmethod
     def check_epoch(self, epoch: int) -> None:
-        """Raise ConfigError where nobody knows where an epoch begins."""
+        """Raise ConfigError where the beginning of an epoch is unknown."""
 
     @abstractmethod
     def go_to(self, epoch: int, consumed: int, *, is_back: bool) -> None:
-        """Note that the run goes to a place that no batch led to; ``is_back``: in an earlier epoch."""
+        """Note a jump to a place that no batch led to; ``is_back``: in an earlier epoch."""
 
     def take(self, item: Delivery) -> None:
         """Note that a delivery was taken."""
@@ -89,12 +89,12 @@ class Schedule(ABC):
             self.unsized.take(item)
 
     def set_weights(self, weights: Mapping[str, float], at: int | None, here: Place) -> None:
-        """Change the weights of sources by name, from the upcoming batch, ``here``, or from the first at ``at`` on."""
+        """Change weights by source name, from the upcoming batch, ``here``, or from the first at ``at`` on."""
         raise ConfigError("set_weights on a loader of one data set; it is for a Mixture of several")
 
     @abstractmethod
     def to_state(self, epoch: int, consumed: int) -> State:
-        """The upcoming place with what makes it good for another loader: the data's identity and the order."""
+        """Save the upcoming place with the data's identity and the order, for another loader."""
 
     @abstractmethod
     def check_state(self, state: Mapping[str, Any]) -> Any:

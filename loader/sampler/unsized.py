@@ -1,4 +1,4 @@
-"""Epochs without a known size: where samples are dropped or packed, only reading tells where lanes and sources are."""
+"""Epochs without a known size: after dropping or packing, only reading finds the places of sources."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Laps = tuple[Lap, ...]  # of all sources
 
 
 class Unsized:
-    """What batches have told of the sources of a run, beside what ranks tell each other in ``ledgers``.
+    """The places of a run's sources as its batches have shown them, beside the ranks' ``ledgers``.
 
-    ``kinds`` say what is done to each source's samples, as far as states know; empty where all are delivered.
+    ``kinds`` describe the dropping and packing of each source, as states do; empty where all samples are delivered.
     Mutable state: the laps of a mixture's sources at the beginnings of the epochs that are known, and here; of each
     source, the cursors that were asked for last; and whether the epoch ``has_ended``.
     """
@@ -43,17 +43,17 @@ class Unsized:
         self._cursors: dict[int, tuple[Lap, Cursors]] = {}
 
     def laps_at(self, epoch: int, consumed: int) -> Laps:
-        """Where the sources are at the upcoming place, or at the beginning of an epoch."""
+        """Find the sources' laps at the upcoming place, or at the beginning of an epoch."""
         if not self.is_mixed:
             return (Lap(epoch, consumed),)
         return self.here if consumed else self.starts[epoch]
 
     def take(self, item: Delivery) -> None:
-        """Note that a delivery was taken, of the place that is upcoming."""
+        """Note that a delivery was taken, at the upcoming place."""
         self.has_ended = item.is_last
         if not self.is_mixed:
             self.ledgers.forget(item.epoch)
-        elif item.laps is not None:  # else it is an epoch's end, which its last batch told already
+        elif item.laps is not None:  # else it is an epoch's end, which its last batch showed already
             self.here = tuple(item.laps)
             if item.is_last:
                 self.starts[item.epoch + 1] = self.here
@@ -61,17 +61,17 @@ class Unsized:
                 self.ledgers.forget(start.epoch, self._key(number))
 
     def forget_after(self, epoch: int) -> None:
-        """Forget the epochs behind one, where the run went back."""
+        """Forget the epochs after one, where the run went back."""
         self.starts = {number: laps for number, laps in self.starts.items() if number <= epoch}
 
     def load(self, epoch: int, starts: Laps, here: Laps, cursors: Mapping[int, Cursors]) -> None:
-        """Go to a loaded place: the laps where its epoch began, and there, with cursors of sources as far as known."""
+        """Go to a loaded place: the laps where its epoch began, and there, with cursors of sources where known."""
         self.has_ended = False
         self.starts, self.here = {epoch: starts}, here
         self._cursors = {number: (here[number], known) for number, known in cursors.items()}
 
     def cursors_at(self, number: int, lap: Lap) -> Cursors:
-        """At which inputs of its lanes work on a source begins again."""
+        """Find the inputs of its lanes at which work on a source begins again."""
         if not lap.outputs:
             return Cursors.at_start(self._orders()[number].order.lanes)
         known = self._cursors.get(number)
@@ -81,7 +81,7 @@ class Unsized:
         return known[1]
 
     def open_ledger(self, number: int, epoch: int, share: Share, ledgers: Ledgers | None = None) -> EpochLedger:
-        """What is known of an epoch of a source; of ``ledgers`` if given."""
+        """Open the ledger of an epoch of a source; in ``ledgers`` if given."""
         source = self._orders()[number]
         lanes = source.order.lanes
         if not self.kinds[number]:
@@ -89,7 +89,7 @@ class Unsized:
         return (ledgers or self.ledgers).open(self._key(number), lanes, epoch)
 
     def find_ledger(self, number: int, epoch: int) -> EpochLedger | None:
-        """The ledger of an epoch of a source, if it has been opened."""
+        """Find the ledger of an epoch of a source, if it has been opened."""
         return self.ledgers.find(self._key(number), epoch)
 
     def _key(self, number: int) -> str:

@@ -1,1 +1,1 @@
-"""The data sets that a loader reads: as users name them, and opened, always as a list of one or several."""
+"""The data sets of a loader, always a list of one or several: as users name them, and opened."""

@@ -1,4 +1,4 @@
-"""Whether all sources give samples of the same fields: seen before the first batch, the same on every rank."""
+"""The check that all sources give samples of the same fields: before the first batch, the same on every rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_fields(sources: Sources, kinds: Sequence[Kind], maker: BatchMaker) -> 
 
     Raises:
         ConfigError: names a field that differs, and the sources.
-        What reading, decoding or transforming the samples raises.
+        The errors of reading, decoding or transforming the samples.
     """
     if sources.are_alike or (len(group_kinds(sources)) == 1 and len({_promise(source) for source in sources}) == 1):
         return
@@ -89,9 +89,9 @@ def check_fields(sources: Sources, kinds: Sequence[Kind], maker: BatchMaker) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a field of a batch is: the dtype of a tensor, with its shape where every sample has that, or a type.
+    """A field's value in a batch: the dtype of a tensor, with its shape where every sample has that, or a type.
 
-    None: not known, since the first sample lacks it, or may be another in each sample.
+    None: unknown, since the first sample lacks it, or since samples may differ.
     """
 
     kind: str | None
@@ -107,12 +107,12 @@ class _Value:
 
 def _promise(source: OpenSource) -> Any:
     types = tuple(sorted(_names(source).items()))
-    # Of what has no types the names are all that is known, and images are told by their extension.
+    # Of untyped fields only the names are known, and images are recognised by their extension.
     return source.manifest.format, types, tuple(sorted(map(str, source.manifest.config.items())))
 
 
 def _first_fields(sources: Sources, number: int, kind: Kind, maker: BatchMaker) -> dict[str, _Value] | None:
-    """The fields of a source's first sample that stays, and what each is; None if none of the first few does."""
+    """Read the fields and their values of a source's first sample that stays; None if none of the first few does."""
     source = sources[number]
     chunk, block = _first_readable(source)
     numbers = np.arange(source.chunk_samples[chunk]) if source.selection is None else source.selection.rows_of(chunk)
@@ -128,7 +128,7 @@ def _first_fields(sources: Sources, number: int, kind: Kind, maker: BatchMaker) 
         keys = np.zeros((1, 3), np.uint64)
         if kind.may_drop:
             samples, failed = own.work(rows, 0, keys).samples()
-            if failed is not None or samples[0] is None:  # what it raised is raised again in its place
+            if failed is not None or samples[0] is None:  # its error is raised again in its place
                 continue
             batch = own.join([samples[0]], rows.ids, 1, 1).result()
         else:
@@ -145,7 +145,7 @@ def _first_fields(sources: Sources, number: int, kind: Kind, maker: BatchMaker) 
 
 
 def _first_readable(source: OpenSource) -> tuple[int, Block]:
-    """The first chunk with samples that can be read; a few bad ones are passed over. Raises what the last one does."""
+    """Find the first chunk with readable samples; a few bad ones are skipped. Raises the error of the last one."""
     chunks = np.flatnonzero(source.chunk_samples)[:_MOST_CHUNKS].tolist()
     for chunk in chunks:
         try:
@@ -157,7 +157,7 @@ def _first_readable(source: OpenSource) -> tuple[int, Block]:
 
 
 def _kept(source: OpenSource, block: Block, rows: IntArray) -> IntArray:
-    """Those of a chunk's rows that ``keep=`` keeps."""
+    """Select those of a chunk's rows that ``keep=`` keeps."""
     sieve = None if source.reshaping is None else source.reshaping.sieve
     if sieve is None:
         return rows

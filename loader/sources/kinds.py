@@ -1,4 +1,4 @@
-"""What is decoded and transformed alike: the sources with the same decoders, transform and layout of values."""
+"""Kinds of sources: those with the same decoders, transform and layout of values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What lies alike, and is decoded and transformed alike: the numbers of its sources, their decoders, a transform.
+    """Sources that are decoded and transformed alike: their numbers, decoders and transform.
 
     ``may_drop``: the transform may return None.
     """
@@ -29,17 +29,17 @@ class Kind:
     may_drop: bool = False
 
     def maker(self, maker: BatchMaker) -> BatchMaker:
-        """The same maker for rows of this kind."""
+        """Adapt the maker to rows of this kind."""
         options = replace(maker.options, transform=self.transform, may_drop=self.may_drop)
         return replace(maker, decoders=self.decoders, options=options)
 
     def copy(self) -> Kind:
-        """The same with decoders that settle for themselves."""
+        """Copy the kind, with decoders that settle for themselves."""
         return replace(self, decoders=self.decoders.copy())
 
 
 def group_kinds(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
-    """The numbers of the sources with the same ``decode`` and ``transform``."""
+    """Group the sources by equal ``decode`` and ``transform``; return their numbers."""
     groups: list[list[int]] = []
     for number, source in enumerate(sources):
         for group in groups:
@@ -54,7 +54,7 @@ def group_kinds(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
 
 
 def group_layouts(sources: Sequence[OpenSource]) -> list[tuple[int, ...]]:
-    """The same groups, parted where values lie otherwise in memory: what is gathered and decoded together."""
+    """Split these groups by memory layout, for gathering and decoding together."""
     parted: list[tuple[int, ...]] = []
     for group in group_kinds(sources):
         by_layout: dict[Hashable, list[int]] = {}
@@ -71,7 +71,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def open_kinds(config: LoaderConfig, sources: Sources) -> list[Kind]:
-    """The kinds of a loader's sources, each with decoders of its own. Streams are worked on source by source.
+    """Open the kinds of a loader's sources, each with decoders of its own. Streams are worked on source by source.
 
     Raises:
         ConfigError: worker processes, which have one transform, are asked for, and there are several.
@@ -83,7 +83,7 @@ def open_kinds(config: LoaderConfig, sources: Sources) -> list[Kind]:
             f"processes={processes} with sources that have transform= or decode= of their own ({one!r} and "
             f"{other!r}): worker processes run one; use threads (processes=0), or one transform for all sources"
         )
-    groups = [(number,) for number in range(len(sources))] if sources.are_streams else group_layouts(sources)
+    groups = [(number,) for number in range(len(sources))] if sources.has_streams else group_layouts(sources)
     return [_make_kind(config, sources, group) for group in groups]
 
 
@@ -102,7 +102,7 @@ def _make_kind(config: LoaderConfig, sources: Sources, group: tuple[int, ...]) -
 
 
 class _ImagesOfAll:
-    """Whether a field whose name says nothing holds images, in all sources of a kind or in none."""
+    """The answer whether an ambiguously named field holds images: in all sources of a kind, or in none."""
 
     def __init__(self, fields: Mapping[str, ImageFields]) -> None:
         self._fields = fields

@@ -80,7 +80,7 @@ def _open(asked: AskedSource, reshaping: Reshaping | None, config: LoaderConfig,
                 cache_limit=config.cache_bytes,
             )
             undo.callback(store.close)
-        if config.is_mixture:  # what is wrong with fields comes before what is wrong with samples
+        if config.is_mixture:  # errors of fields come before errors of samples
             check_names(manifest, given.columns, given.decode)
         selection = make_selection(manifest, asked.subset, asked.weights)
         errors = config.errors.open(manifest, config.share, selection)
@@ -117,7 +117,7 @@ def _open(asked: AskedSource, reshaping: Reshaping | None, config: LoaderConfig,
 
 
 def _mark_alike(sources: Sequence[OpenSource]) -> None:
-    """Have a column's nulls marked by all sources, whatever their formats, if one delivers marks, as by all shards."""
+    """Have all sources mark a column's nulls, whatever their formats, if one delivers marks, as within shards."""
     marked = {
         name: shape
         for source in sources

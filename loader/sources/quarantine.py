@@ -42,19 +42,19 @@ class Quarantine:
 
     @property
     def records(self) -> list[BadChunk]:
-        """The chunks that were replaced, source by source."""
+        """List the replaced chunks, source by source."""
         with self._lock:
             records = list(self._records.values())
         return sorted(records, key=lambda record: self._sources.of_chunk(record.chunk)[0])
 
     def apart(self, sources: Sources) -> Quarantine:
-        """One for whoever only looks, by ``sources`` of its own: it counts and reports for itself."""
+        """Make a quarantine for a preview, over its own ``sources``: it counts and reports separately."""
         return Quarantine(sources, self._limit, counts=False)
 
     def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
-        """Rows of another chunk for those of one that failed with ``error``; raises ``error`` if it is not the data's.
+        """Replace a chunk's rows, which failed with ``error``, by another chunk's; raise an ``error`` not of the data.
 
-        Without an ``epoch`` their samples are not counted: they have been.
+        Without an ``epoch`` their samples are not counted, as they have been already.
 
         Raises:
             DatasetError: more chunks, or samples, are bad than the limit allows; names the latest.
@@ -142,7 +142,7 @@ class Quarantine:
         return self._blocks[chunk]
 
     def of_source(self, number: int) -> QuarantineOfSource:
-        """The same, asked by the numbers that chunks and samples have in one source."""
+        """Make a view of it by the numbers that chunks and samples have in one source."""
         return QuarantineOfSource(self, self._sources.first_chunks[number], self._sources.first_ids[number])
 
 
@@ -155,7 +155,7 @@ class QuarantineOfSource:
         self._first_id = first_id
 
     def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
-        """As ``Quarantine.replace``."""
+        """Replace rows as ``Quarantine.replace`` does."""
         joint = replace(group, chunk=group.chunk + self._first_chunk)
         other, block = self._of_all.replace(joint, error, epoch)
         stands_for = None if other.stands_for is None else other.stands_for - self._first_id

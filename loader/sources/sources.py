@@ -54,17 +54,17 @@ class OpenSource:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one of its epochs."""
+        """The number of samples in one of its epochs."""
         return self.manifest.num_samples if self.selection is None else self.selection.num_samples
 
     @property
     def chunk_samples(self) -> IntArray:
-        """(chunks,) int64: how many samples of each chunk an epoch has."""
+        """(chunks,) int64: the number of samples of each chunk in an epoch."""
         return self.manifest.samples if self.selection is None else self.selection.counts
 
     @cached_property
     def stream_kind(self) -> Mapping[str, Any]:
-        """What states tell of what is dropped or packed; empty where all samples are delivered."""
+        """The dropping and packing that states record; empty where all samples are delivered."""
         return {} if self.reshaping is None else self.reshaping.kind_for(self.manifest)
 
     @property
@@ -75,7 +75,7 @@ class OpenSource:
 class Sources(Sequence[OpenSource]):
     """All sources of a loader, in order: those of a mixture, or a data set as a list of one. Owns their stores.
 
-    A mixture's, also if it is one, are told apart in batches, logs and errors; a data set alone keeps its own manifest.
+    Batches, logs and errors name a mixture's sources, even a single one; a data set alone keeps its own manifest.
 
     Mutable state: ``are_alike``, whether their samples were found to have the same fields.
     """
@@ -91,7 +91,7 @@ class Sources(Sequence[OpenSource]):
         self.first_ids = _starts([source.manifest.num_samples for source in sources])
 
     def apart(self) -> Sources:
-        """The same sources for whoever looks beside the pipelines: with headers and counters of their own."""
+        """Make a copy for use beside the pipelines, with its own headers and counters."""
         apart = copy(self)
         apart._sources = [replace(source, chunks=source.chunks.apart(source.columns)) for source in self._sources]
         apart.chunks = JointChunks(apart) if self.is_mixed else apart._sources[0].chunks
@@ -113,7 +113,7 @@ class Sources(Sequence[OpenSource]):
             raise
 
     def of_chunk(self, chunk: int) -> tuple[int, int]:
-        """The source of a joint chunk, and the chunk's number in it."""
+        """Find the source of a joint chunk, and the chunk's number in it."""
         source = bisect_right(self.first_chunks, chunk) - 1
         return source, chunk - self.first_chunks[source]
 
@@ -122,19 +122,19 @@ class Sources(Sequence[OpenSource]):
         return np.array(self.first_ids[1:], np.int64)
 
     def of_ids(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """The source of each joint sample id, and the id in it: (n,) int64 each."""
+        """Find the source of each joint sample id, and the id in it: (n,) int64 each."""
         source = np.searchsorted(self._id_edges, ids, side="right")
         return source, ids - np.array(self.first_ids, np.int64)[source]
 
     def identify(self, ids: IntArray) -> Mapping[str, IntArray]:
-        """What ``with_ids`` adds to batches: the sample id of each row, and in a mixture its source's number before."""
+        """Make the columns that ``with_ids`` adds: sample ids, and in a mixture before them the sources' numbers."""
         if not self.is_mixed:
             return {IDS: ids}
         source, own = self.of_ids(ids)
         return {SOURCE: source, IDS: own}
 
     def describe(self) -> list[tuple[str, str, int, int]]:
-        """The name, fingerprint and number of samples of each source's data set, and those of one of its epochs.
+        """List the name, fingerprint and number of samples of each source's data set, and those of one of its epochs.
 
         Empty where there is one data set, which logs describe by itself.
         """
@@ -144,7 +144,7 @@ class Sources(Sequence[OpenSource]):
 
     @property
     def avoided_ids(self) -> frozenset[int]:
-        """The joint ids of samples that are bad untried."""
+        """The joint ids of samples that are treated as bad untried."""
         return frozenset(
             first + own
             for first, source in zip(self.first_ids, self._sources, strict=True)
@@ -153,16 +153,16 @@ class Sources(Sequence[OpenSource]):
 
     @property
     def stores(self) -> list[Store]:
-        """Those of all sources, whose requests are counted together."""
+        """The stores of all sources, whose requests are counted together."""
         return [source.store for source in self._sources]
 
     @property
-    def are_streams(self) -> bool:
-        """Whether any drops or packs samples, so that only reading tells how many outputs its epochs have."""
+    def has_streams(self) -> bool:
+        """Return whether any drops or packs samples, so that only reading finds the outputs of its epochs."""
         return any(source.reshaping is not None for source in self._sources)
 
     @property
-    def are_local(self) -> bool:
+    def is_local(self) -> bool:
         return all(reads_locally(source.store) for source in self._sources)
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class JointManifest(Manifest):
 
 
 def join_manifests(sources: Sequence[OpenSource]) -> JointManifest:
-    """One manifest of all sources' chunks, for reading; none that could be saved."""
+    """Join all sources' chunks in one manifest for reading; it cannot be saved."""
     manifests = [source.manifest for source in sources]
     first_shards = _starts([len(manifest.shards) for manifest in manifests])
     fields = dict.fromkeys(name for manifest in manifests for name in manifest.fields)
@@ -239,7 +239,7 @@ class JointChunks(ChunkSource):
 
     @property
     def is_local(self) -> bool:
-        return self._sources.are_local
+        return self._sources.is_local
 
     @property
     def header_bytes(self) -> int:

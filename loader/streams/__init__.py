@@ -1,1 +1,1 @@
-"""Streams that change shape: what a lane yields is found by work on its windows, and agreed upon by all ranks."""
+"""Streams that change shape: work on a lane's windows finds its outputs, and all ranks agree on them."""

@@ -1,6 +1,6 @@
 """The assembler of streams: batches of one data set, or of a mixture, of which samples are dropped or packed.
 
-Only reading tells how many outputs a lane yields, so ranks tell each other::
+Only reading tells how many outputs a lane yields, so ranks exchange counts::
 
     lane            the samples of one lane, in the order of the plan (``EpochPlan``)
       |  read ahead and worked on window by window: ``LaneBuffers`` run a source's ``LaneTransform``
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ..sources.quarantine import Quarantine
     from ..sources.sources import Sources
 
-_STRIDE = 64  # steps' outputs that are passed by together, of what was handed out before
+_STRIDE = 64  # steps whose outputs, handed out before, are skipped together
 _AHEAD_AT_ONCE = 8
 _PATIENCE = 16  # spans for which a mixture keeps a lane of another rank that was needed
 _NO_IDS: IntArray = np.empty(0, np.int64)
@@ -60,7 +60,7 @@ OpenLedger = Callable[[int, int], EpochLedger]
 
 
 class StreamAssembler:
-    """Deals what the streams of all sources have agreed upon. Used by the pipeline's thread.
+    """Deals the outputs that all ranks have agreed upon, of all sources. Used by the pipeline's thread.
 
     Mutable state: a stream for each source that has been taken of, and where the run is (``epochs``).
     """
@@ -80,7 +80,7 @@ class StreamAssembler:
         is_logged: bool,
         counts: Sequence[Counters] = (),
     ) -> None:
-        """By source: ``orders``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
+        """Take, by source, ``orders``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
 
         ``kinds`` are those of single sources, in their order. ``last_batch``: None in a mixture.
         """
@@ -136,7 +136,7 @@ class StreamAssembler:
             at_once = 1 if end is not None else min(most, 2 * at_once)
 
     def _stream(self, number: int, taken: int) -> SourceStream:
-        """A source's stream, begun where the run is when it is first taken of."""
+        """Get a source's stream, begun where the run is when it is first taken of."""
         if number not in self._streams:
             lap, cursors = self._epochs.laps[number], self._epochs.cursors[number]
             stream = self._streams[number] = SourceStream(
@@ -172,9 +172,9 @@ class StreamAssembler:
     # -- agreeing -------------------------------------------------------------------------------------------------
 
     def _agree(self, at_once: int) -> Steps:
-        """The first of the next ``at_once`` steps, as many as all ranks know enough of to deal them; one or more.
+        """Agree on the next steps, at most ``at_once``, that all ranks know enough of to deal; at least one.
 
-        Where nothing is left of an epoch they are none. Raises what keeps a source from filling the first one.
+        None are left at the end of an epoch. Raises the error that keeps a source from filling the first one.
         """
         taken = self._epochs.plan(2 * at_once)
         here: list[int] = taken[0].tolist()
@@ -186,7 +186,7 @@ class StreamAssembler:
             stream.work(*goals[number])
 
         def settled(number: int) -> int:
-            # Where a source is now is known, whether or not other ranks have worked on what it gives to later steps.
+            # A source's place now is known, even before other ranks have worked on its outputs for later steps.
             return max(streams[number].settled, here[number])
 
         def lacking() -> list[int]:
@@ -243,7 +243,7 @@ class StreamAssembler:
         return True
 
     def _cut(self, taken: IntArray) -> Iterator[tuple[int, EpochSupply, IntArray]]:
-        """The epochs that steps take of. Alike on all ranks, which may have begun with sources in other orders."""
+        """Yield the epochs that steps take of, in the order of sources: alike on ranks that resumed differently."""
         for number in sorted(self._streams):
             for supply, positions in self._streams[number].cut(taken[:, number]):
                 yield number, supply, positions
@@ -257,7 +257,7 @@ class StreamAssembler:
         batch: UnfinishedBatch,
         nbytes: int,
     ) -> Delivery:
-        """A step's batch, with what it gives this rank and uses up."""
+        """Describe a step's batch: its samples on this rank, and the positions that it consumes."""
         passed_over = left = None
         if dropped is not None:
             rest, left = self._rest(steps.taken[step], steps.taken[step + 1])
@@ -277,7 +277,7 @@ class StreamAssembler:
         )
 
     def _end(self, steps: Steps) -> Delivery:
-        """The end of the epoch after some steps."""
+        """Make the end of the epoch after some steps."""
         stop = int(steps.bounds[-1])
         end = Delivery.end_of(steps.epoch, stop, stop)
         if len(steps) or not self._is_logged:
@@ -286,9 +286,9 @@ class StreamAssembler:
         return replace(end, dropped=dropped, left=left)
 
     def _rest(self, before: IntArray, after: IntArray) -> tuple[IntArray, IntArray | None]:
-        """What this rank accounts for at the ends of epochs between two steps: the inputs dropped, and those left over.
+        """Collect this rank's inputs at the ends of epochs between two steps: the inputs dropped, and those left over.
 
-        ``before`` and ``after`` (sources,) are outputs of the run. None are left over of a mixture.
+        ``before`` and ``after`` (sources,) are outputs of the run. A mixture has none left over.
         """
         dropped, left, is_end = [_NO_IDS], [_NO_IDS], False
         for number, stream in self._streams.items():
@@ -302,7 +302,7 @@ class StreamAssembler:
         return np.concatenate(dropped), np.concatenate(left) if is_end and not self._sources.is_mixed else None
 
     def _to_keys(self, dealt: Sequence[DealtIds], step: int) -> IntArray:
-        """The samples of a step as logs have them."""
+        """Make the log keys of a step's samples."""
         if not self._sources.is_mixed:
             return _join([by_step[step] for _, by_step in dealt])
         every = [(epoch, by_step[step]) for epoch, by_step in dealt]
@@ -356,7 +356,7 @@ def assemble_one(
     last_batch: str,
     is_logged: bool,
 ) -> StreamAssembler:
-    """The assembler of one data set."""
+    """Make the assembler of one data set."""
     [source], order = sources, start.order
     key, lanes = order_key(order), order.lanes
     cursors = Cursors.at_start(lanes) if start.cursors is None else start.cursors
@@ -388,7 +388,7 @@ def assemble_mixture(
     counts: Sequence[Counters],
     is_logged: bool,
 ) -> StreamAssembler:
-    """The assembler of a mixture, from ``place`` on."""
+    """Make the assembler of a mixture, from ``place`` on."""
     return StreamAssembler(
         equipment,
         share,

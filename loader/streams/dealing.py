@@ -1,4 +1,4 @@
-"""Steps that all ranks agree on, cut into the ranks' shares: this rank's batches, and what is accounted for by them."""
+"""Steps that all ranks agree on, cut into shares: this rank's batches, with the inputs accounted for by them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DealtIds = tuple[int, Sequence[IntArray]]  # the epoch of a source, and joint id
 
 @dataclass(frozen=True, slots=True)
 class DealtPart:
-    """What a rank has of one epoch of one source in some steps: ``rows`` of chunks, or ``samples`` that are ready.
+    """A rank's part of one epoch of one source in some steps: ``rows`` of chunks, or ``samples`` that are ready.
 
     ``where`` (n,) are their places among the rows of all, increasing; ``ids`` (n,) their ids in the source;
     ``numbers`` (n,) the rows of ``samples`` that several outputs share, if they do; ``row_bytes`` the size of one,
@@ -72,11 +72,11 @@ class Dealer:
         self.counts = counts
 
     def deal(self, taken: IntArray, parts: Iterable[tuple[int, EpochSupply, IntArray]]) -> DealtSteps:
-        """This rank's share of the steps between ``taken`` (steps + 1, sources) outputs.
+        """Deal this rank's share of the steps between ``taken`` (steps + 1, sources) outputs.
 
-        ``parts``: the epochs that these are of, in the order of sources: the source's number, what the epoch has, and
+        ``parts``: the epochs that these are of, in the order of sources: the source's number, the epoch's supply, and
         (steps + 1,) positions in it. A step takes from each lane of each epoch its next outputs; these, sorted by
-        (lane, source, epoch), are cut into shares. Raises what reading raises.
+        (lane, source, epoch), are cut into shares. Raises the errors of reading.
         """
         steps, share, every = len(taken) - 1, self.share, list(parts)
         columns = np.stack([supply.ledger.taken_at_each(bounds) for _, supply, bounds in every], axis=-1)
@@ -114,7 +114,7 @@ class Dealer:
         ids = np.concatenate([of.ids[of.places[index]] for of, index, _ in parts])[order]
         every = [of.samples[i] for of, index, _ in parts for i in index.tolist()]
         row_bytes = transform.output_bytes
-        if transform.one_each:
+        if transform.is_per_input:
             row_bytes = sum(of.sample_bytes * len(index) for of, index, _ in parts) // len(where)
         else:
             numbers = np.concatenate([of.rows[index] for of, index, _ in parts])[order]
@@ -132,21 +132,21 @@ class DealtSteps:
     num_valid: IntArray
 
     def batches(self) -> Iterator[tuple[UnfinishedBatch, int]]:
-        """A batch for each step, begun when it is asked for, and its bytes, about."""
+        """Yield a batch for each step, begun when it is asked for, and its estimated bytes."""
         first = self.parts[0]
-        if self.dealer.sources.is_mixed and self.dealer.transforms[first.source].one_each:
+        if self.dealer.sources.is_mixed and self.dealer.transforms[first.source].is_per_input:
             return map(self._mix, range(len(self.num_valid)))
         return self._join() if first.rows is None else self._start(first, first.rows)
 
     def _start(self, part: DealtPart, gathered: Rows) -> Iterator[tuple[UnfinishedBatch, int]]:
-        """Of rows of one data set."""
+        """Start batches of rows of one data set."""
         maker = self.dealer.maker
         for step in range(part.span.steps):
             rows, num_rows, num_valid = cut_step(gathered, part.span, step, self.dealer.share)
             yield maker.start(rows, part.span.epoch, num_rows, num_valid), rows.count_bytes(maker.decoders.settled)
 
     def _join(self) -> Iterator[tuple[UnfinishedBatch, int]]:
-        """Of samples of one data set, or of sequences, of which all sources of a mixture have some where one has."""
+        """Join samples of one data set, or sequences; a mixture has these of all its sources or of none."""
         dealer, count, share = self.dealer, int(self.row_starts[-1]), self.dealer.share
         ids, numbers, sources = np.zeros((3, count), np.int64)
         samples: list[Any] = [None] * count
@@ -167,7 +167,7 @@ class DealtSteps:
             yield batch, first.row_bytes * len(rows.picked)
 
     def _mix(self, step: int) -> tuple[UnfinishedBatch, int]:
-        """Of rows and samples of several sources."""
+        """Mix rows and samples of several sources."""
         start, stop = self.row_starts[step : step + 2].tolist()
         dealer, count = self.dealer, stop - start
         ids = np.empty(count, np.int64)
@@ -193,22 +193,22 @@ class DealtSteps:
     # -- what is accounted for ------------------------------------------------------------------------------------
 
     def ids(self) -> list[DealtIds]:
-        """The samples that each step gives this rank; one that is packed, with the first sequence that has a piece."""
+        """List, by step, the ids of this rank's samples; a packed one is in the first sequence that holds some."""
         return [(part.span.epoch, self._delivered(part)) for part in self.parts]
 
     def dropped(self) -> list[DealtIds]:
-        """The samples that were dropped on the way to these."""
+        """List the samples that were dropped on the way to these."""
         return [(part.span.epoch, self._of_outputs(part, LaneOutputs.dropped)) for part in self.parts]
 
     def _delivered(self, part: DealtPart) -> list[IntArray]:
-        if not self.dealer.transforms[part.source].one_each:
+        if not self.dealer.transforms[part.source].is_per_input:
             return self._of_outputs(part, LaneOutputs.delivered)
         edges = np.searchsorted(part.where, [self.row_starts[:-1], self.row_starts[:-1] + self.num_valid])
         joint = part.ids + self.dealer.sources.first_ids[part.source]
         return [joint[low:high] for low, high in zip(*edges.tolist(), strict=True)]
 
     def _of_outputs(self, part: DealtPart, find: Callable[[LaneOutputs, int, int], IntArray]) -> list[IntArray]:
-        """What ``find`` tells of a part's outputs, by step."""
+        """Collect the result of ``find`` for a part's outputs, by step."""
         own = part.span.segments
         runs = zip(own.lane.tolist(), own.start.tolist(), own.stop.tolist(), strict=True)
         ids = [find(part.at_hand[lane], start, stop) for lane, start, stop in runs]
@@ -222,7 +222,7 @@ class DealtSteps:
 
 
 def spread(span: Span) -> Iterator[tuple[int, IntArray, IntArray]]:
-    """Lane by lane, the numbers of its outputs in a span, and the rows of the span that they go to."""
+    """Yield, lane by lane, the numbers of its outputs in a span, and the rows of the span that they go to."""
     segments = span.segments
     lengths = segments.stop - segments.start
     within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,4 +1,4 @@
-"""What one epoch of a source yields on one rank: its lanes are worked on, and all ranks know how far they reach."""
+"""The outputs of one epoch of a source on one rank: its lanes are worked on, and all ranks know how far they reach."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ALL_OUTPUTS = 1 << 62  # more than a lane can have
 
 @dataclass(frozen=True, kw_only=True)
 class LaneOptions:
-    """In what portions the outputs of lanes are found. ``spacing``, ``round_rows``: see ``LaneBuffers``.
+    """Options for working on lanes, in portions. ``spacing``, ``round_rows``: see ``LaneBuffers``.
 
-    ``room_bytes``: what outputs may take that are found while lanes are counted. ``patience``: how often a lane of
+    ``room_bytes``: the room for outputs that are found while lanes are counted. ``patience``: how often a lane of
     another rank that was taken part of may not be, before it is dropped.
     """
 
@@ -80,23 +80,23 @@ class EpochSupply:
         self._before = cursors.taken  # (lanes,): the outputs of each lane that were handed out
 
     @property
-    def one_each(self) -> bool:
+    def is_per_input(self) -> bool:
         """See ``LaneTransform``."""
-        return self._transform.one_each
+        return self._transform.is_per_input
 
     # -- ahead of need --------------------------------------------------------------------------------------------
 
     def reach(self, goal: int, ahead: int) -> None:
-        """Work on this rank's lanes until they have what they give before position ``goal``; begin with what follows.
+        """Work on this rank's lanes until all outputs before position ``goal`` are found; begin with the next ones.
 
-        Tells other ranks what was found, and what failed.
+        Posts outcomes and errors to other ranks.
         """
         targets, beyond = (dict(enumerate(self.ledger.taken_at(each).tolist())) for each in (goal, ahead))
         own = self.lanes.buffers
         self._reach({lane: targets[lane] for lane in own}, {lane: beyond[lane] for lane in own})
 
     def count(self, taken: IntArray, least_kept: int) -> None:
-        """Find the totals of this rank's lanes, without keeping what there is no room for beyond ``taken`` (lanes,).
+        """Count all outputs of this rank's lanes; beyond ``taken`` (lanes,), keep only those that there is room for.
 
         Of the last ``least_kept`` outputs of a lane, at least, ids are kept.
         """
@@ -116,7 +116,7 @@ class EpochSupply:
                 self.ledger.fail(lane, buffer.found, buffer.failed)
 
     def post_error(self, error: Exception) -> None:
-        """Tell other ranks that this one does not go on, beyond what they know of its lanes. Called by any thread."""
+        """Post to other ranks that this one stops, beyond what they know of its lanes. Called by any thread."""
         if error is self.ledger.raised:
             return  # they know
         with suppress(DatasetError):  # the store is gone, and this error is why, or says more than that
@@ -130,7 +130,7 @@ class EpochSupply:
     # -- what a rank takes ----------------------------------------------------------------------------------------
 
     def reach_parts(self, segments: Segments) -> None:
-        """Have the outputs of all segments at hand. Raises what keeps a lane from giving them."""
+        """Load the outputs of all segments. Raises the error that stops a lane."""
         borrowed, targets = self._borrowed, {}
         for lane, (start, stop) in _ranges(segments).items():
             own = self.lanes.buffers.get(lane)
@@ -160,12 +160,12 @@ class EpochSupply:
         self._taken = set(used)
 
     def at_hand(self, segments: Segments) -> dict[int, LaneOutputs]:
-        """What is at hand of the lanes of some segments."""
+        """Get the loaded outputs of the segments' lanes."""
         lanes = np.unique(segments.lane).tolist()
         return {lane: (self._borrowed if lane in self._taken else self.lanes).buffers[lane].outputs() for lane in lanes}
 
     def pass_by(self, position: int) -> None:
-        """Drop what comes before a position."""
+        """Drop the outputs before a position."""
         self._before = self.ledger.taken_at(position)
         for buffers in (self.lanes, self._borrowed):
             for buffer in buffers.buffers.values():
@@ -173,13 +173,13 @@ class EpochSupply:
             buffers.release(self._first_needed)
 
     def _first_needed(self, buffer: LaneBuffer) -> int:
-        """The first input of a lane whose chunk is still needed."""
+        """Find the first input of a lane whose chunk is still needed."""
         if self._transform.gives_samples:
             return buffer.done
         return buffer.next_input(int(self._before[buffer.lane]))
 
     def rest(self, position: int) -> tuple[IntArray, IntArray]:
-        """The ids of all inputs beyond a position, in the lanes that this rank answers for: the dropped; and outputs.
+        """Collect the ids of all inputs beyond a position, in this rank's lanes: (dropped, outputs).
 
         The lanes' ends are reached.
         """
@@ -193,24 +193,24 @@ class EpochSupply:
         return np.concatenate(dropped), np.concatenate(left)
 
     def end(self) -> None:
-        """Stop what has begun, and release all chunks."""
+        """Stop pending work, and release all chunks."""
         self.lanes.end()
         self._borrowed.end()
 
     # -- what others ask ------------------------------------------------------------------------------------------
 
     def next_uses(self) -> dict[int, int]:
-        """When each chunk is used next; see ``LaneBuffers.next_uses``."""
+        """Map each chunk to its next use; see ``LaneBuffers.next_uses``."""
         return self.lanes.next_uses(self._first_needed) | self._borrowed.next_uses(self._first_needed)
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """What work that has begun is waited for, and since when."""
+        """Describe the pending work that is waited for, and since when."""
         return self.lanes.waiting or self._borrowed.waiting
 
 
 def _ranges(segments: Segments) -> dict[int, tuple[int, int]]:
-    """Of each lane of some segments, the first output and one past the last."""
+    """Map each lane of some segments to its first output and one past the last."""
     by_lane = np.argsort(segments.lane, kind="stable")
     lanes, begins = np.unique(segments.lane[by_lane], return_index=True)
     if not len(lanes):

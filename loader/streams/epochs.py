@@ -1,4 +1,4 @@
-"""Where the epochs of a run end: of one data set, each is cut into batches; a mixture's go on in the same batch."""
+"""Ends of a run's epochs: one data set's are each cut into batches; a mixture's go on within the same batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Steps:
         return len(self.bounds) - 1
 
     def cut(self, step: int) -> Steps:
-        """One of them."""
+        """Cut out one step."""
         both = slice(step, step + 2)
         return replace(
             self,
@@ -49,17 +49,17 @@ class Steps:
 
 
 class Epochs(Protocol):
-    """Where a run is, and where its epochs end. Used by the assembler thread alone."""
+    """The place of a run, and the ends of its epochs. Used by the assembler thread alone."""
 
     epoch: int
     laps: Sequence[Lap]  # where the sources are
     cursors: Sequence[Cursors]  # at which work on them begins, where the run does
 
     def plan(self, steps: int) -> IntArray:
-        """(steps + 1, sources): the outputs of the run before each of the next steps, as if no epoch ended."""
+        """Plan (steps + 1, sources): the outputs of the run before each of the next steps, as if no epoch ended."""
 
     def cut(self, taken: IntArray, streams: Mapping[int, SourceStream]) -> Steps:
-        """The first of some steps that lie in one epoch; all are settled in ``streams``."""
+        """Cut the first steps that lie in one epoch; all are settled in ``streams``."""
 
     def pass_by(self, steps: Steps) -> None:
         """Go to the end of some steps."""

@@ -1,4 +1,4 @@
-"""The lanes of one rank in one epoch: their windows are read ahead, worked on in rounds, and yield outputs.
+"""The lanes of one rank in one epoch: windows are read ahead and worked on in rounds, and yield outputs.
 
 Outputs are numbered from the epoch's beginning, lane by lane, and kept until they are handed out.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..ranks.ledger import EpochLedger
 
 _ROUNDS = 3  # that are worked on at once: while one is waited for, the threads have the next
-_MARGIN = 1.1  # what is asked for beyond the expected need
+_MARGIN = 1.1  # inputs requested, relative to the expected need
 _AHEAD_AT_ONCE = 8
 _MOST_ROWS = 1 << 16
 _SHOWN_IDS = 8
@@ -51,7 +51,7 @@ class LaneBlock:
 
 @dataclass(frozen=True)
 class LaneOutputs:
-    """The outputs at hand: those from number ``first`` on, and all inputs that they come from.
+    """Loaded outputs: those from number ``first`` on, and all inputs that they come from.
 
     ``ids`` (inputs,) are sample ids, and ``stays`` (inputs,) which are in an output; ``places`` (outputs,) where the
     outputs are among the inputs, of which the first is the lane's input ``start``; ``chunks``, ``rows`` and ``samples``
@@ -69,20 +69,20 @@ class LaneOutputs:
     sample_bytes: int  # of one, about
 
     def dropped(self, start: int, stop: int) -> IntArray:
-        """The ids of the inputs dropped before outputs ``start`` to ``stop``, and since the output before them."""
+        """List the ids of the inputs dropped before outputs ``start`` to ``stop``, and since the output before them."""
         inputs = self._inputs(start, stop)
         dropped: IntArray = self.ids[inputs][~self.stays[inputs]]
         return dropped
 
     def delivered(self, start: int, stop: int) -> IntArray:
-        """The ids of the inputs that outputs ``start`` to ``stop`` are the first to hold."""
+        """List the ids of the inputs that outputs ``start`` to ``stop`` are the first to hold."""
         ids, counts = self._delivered
         low = counts[start - self.first - 1] if start > self.first else 0
         return ids[low : counts[stop - self.first - 1]]
 
     @cached_property
     def _delivered(self) -> tuple[IntArray, memoryview]:
-        """The ids of all inputs that are in an output, and how many of them there are up to each output."""
+        """List the ids of all inputs that are in an output, and how many of them there are up to each output."""
         counts = np.cumsum(self.stays, dtype=np.int64)[self.places]
         return self.ids[self.stays], counts.data
 
@@ -92,7 +92,7 @@ class LaneOutputs:
 
 
 def join_blocks(blocks: Iterable[LaneBlock]) -> LaneOutputs:
-    """Blocks of a lane that follow one another, as one."""
+    """Join blocks of a lane that follow one another."""
     some = list(blocks)
     shift = some[0].start
     return LaneOutputs(
@@ -115,7 +115,7 @@ class Room:
     nbytes: int
 
     def take(self, nbytes: int) -> bool:
-        """Whether there was room, which then is taken."""
+        """Take ``nbytes`` if there is room; return whether there was."""
         if nbytes > self.nbytes:
             return False
         self.nbytes -= nbytes
@@ -126,7 +126,7 @@ class LaneBuffer:
     """One lane of a rank, from input ``offset`` on, before which the lane has ``outputs`` outputs. One thread uses it.
 
     ``asked`` is the first input that no work has begun on, ``done`` the first whose outcome is not known, ``found`` the
-    number of outputs before that. ``failed`` is what input ``done`` raised. Of what comes before output ``base``
+    number of outputs before that. ``failed`` is the error of input ``done``. Of the outputs before ``base``
     nothing is asked.
     """
 
@@ -138,7 +138,7 @@ class LaneBuffer:
         self.found = self._found_before = outputs
         self.failed: Exception | None = None
         self.blocks: deque[LaneBlock] = deque()
-        self.ends: deque[LaneBlock] = deque()  # of what is only counted, the last blocks
+        self.ends: deque[LaneBlock] = deque()  # the last blocks of outputs that are only counted
         self._counted_from: int | None = None
         self._least_kept = 0
         self._room = Room(0)
@@ -151,32 +151,32 @@ class LaneBuffer:
 
     @property
     def inputs(self) -> int:
-        """How many inputs have been worked on."""
+        """The number of inputs that have been worked on."""
         return self.done - self._begun
 
     @property
     def yielded(self) -> int:
-        """How many outputs these had."""
+        """The number of outputs of these inputs."""
         return self.found - self._found_before
 
     def count_from(self, output: int, least_kept: int, room: Room) -> None:
-        """From an output on, only count what there is no room for; of the last ``least_kept`` outputs keep the ids."""
+        """Count, from an output on, those without room; of the last ``least_kept`` outputs keep the ids."""
         self._counted_from, self._least_kept, self._room = output, least_kept, room
 
     def holds_from(self, output: int) -> bool:
-        """Whether all outputs from a number on, to the lane's end, are at hand."""
+        """Return whether all outputs from a number on, to the lane's end, are loaded."""
         begun = self.blocks[0].first if self.blocks else self.found
         return self.done == self.size and not self.ends and begun <= max(self._base, output - 1)
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether outputs ``start`` to ``stop``, and the one before them, are at hand."""
+        """Return whether outputs ``start`` to ``stop``, and the one before them, are loaded."""
         if not self.blocks:
             return False
         last = self.blocks[-1]
         return self.blocks[0].first <= max(self._base, start - 1) and stop <= last.first + last.count
 
     def add(self, found: TransformResult) -> LaneBlock:
-        """Take in the outcome of the next inputs."""
+        """Add the outcome of the next inputs."""
         block = LaneBlock(self.done, self.done + len(found.ids), self.found, found)
         counts = self._counted_from is not None and block.first >= self._counted_from
         if counts and (self.ends or not self._room.take(found.nbytes)):
@@ -198,26 +198,26 @@ class LaneBuffer:
         self.asked = self.done
 
     def outputs(self) -> LaneOutputs:
-        """What is at hand. There must be some inputs."""
+        """Collect the loaded outputs. There must be some inputs."""
         if self._outputs is None:
             self._outputs = join_blocks(self.blocks)
         return self._outputs
 
     def pass_by(self, output: int) -> None:
-        """Drop what comes before an output; the one before it stays, which says where the next one's inputs begin."""
+        """Drop the outputs before one; its predecessor stays, which says where its inputs begin."""
         while len(self.blocks) > 1 and self.blocks[0].first + self.blocks[0].count < output:
             self.blocks.popleft()
             self._outputs = None
 
     def next_input(self, output: int) -> int:
-        """The input that an output comes from, if it is found; else the first input whose outcome is not known."""
+        """Find the input that an output comes from, if it is known; else the first input whose outcome is not known."""
         for block in self.blocks:
             if block.first <= output < block.first + block.count:
                 return block.start + int(block.found.places[output - block.first])
         return self.done
 
     def after(self, output: int) -> tuple[IntArray, IntArray]:
-        """The ids of all inputs since the output before ``output``: the dropped, and outputs. The lane is over."""
+        """Collect the ids of all inputs since the output before ``output``: (dropped, outputs). The lane is over."""
         blocks = [*self.ends] if self._has_gap else [*self.blocks, *self.ends]
         if not blocks:
             none = np.empty(0, np.int64)
@@ -236,7 +236,7 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """What reading an input raised, in its place in the order."""
+    """An error of reading an input, at its place in the order."""
 
     error: Exception
 
@@ -255,7 +255,7 @@ class _Failed:
 class LaneBuffers:
     """Some lanes of an epoch, of which outputs are wanted. Used by the assembler thread alone.
 
-    ``spacing``: every how many inputs of a lane work may begin again; what is found there is told to ``ledger``.
+    ``spacing``: the number of inputs of a lane between anchors, at which work may begin again; ``ledger`` gets these.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class LaneBuffers:
         self._sizes = lane_sizes(plan.num_samples, plan.order.lanes)
         self._opened: dict[int, int] = {}
         self._rounds: deque[_Round] = deque()
-        self.waiting: tuple[str, float] | None = None  # what is waited for, since this perf_counter()
+        self.waiting: tuple[str, float] | None = None  # the pending work that is waited for, since this perf_counter()
         self._horizon = 0.0  # outputs a lane, beyond those found, whose inputs have been requested
 
     def add(self, lane: int, offset: int, outputs: int, base: int = 0) -> LaneBuffer:
@@ -306,7 +306,7 @@ class LaneBuffers:
     # -- work -----------------------------------------------------------------------------------------------------
 
     def reach(self, targets: Mapping[int, int], ahead: Mapping[int, int]) -> None:
-        """Work until each lane has as many outputs as its target says, has ended, or has failed; go on to ``ahead``."""
+        """Work until each lane reaches its target of outputs, ends, or fails; go on to ``ahead``."""
         while True:
             while len(self._rounds) < _ROUNDS and (self._begin(targets) or self._begin(ahead)):
                 self.look_ahead()
@@ -320,7 +320,7 @@ class LaneBuffers:
             self._settle(self._rounds.popleft())
 
     def _begin(self, targets: Mapping[int, int]) -> bool:
-        """Begin a round towards the targets, as large as is expected to be needed; whether there is any."""
+        """Begin a round towards the targets, as large as expected to be needed; False if none is needed."""
         wanted: dict[int, float] = {}
         usual = self._usual_rate()
         for lane, most in targets.items():
@@ -348,7 +348,7 @@ class LaneBuffers:
         return True
 
     def _start(self, ranges: Sequence[Range]) -> bool:
-        """Open the windows of a round, and start it; False where reading failed, which its lane then tells in turn."""
+        """Open the windows of a round, and start it; False where reading failed: the lane reports it in its turn."""
         try:
             pending = self._work.start(*self._read(ranges), self._plan.epoch)
         except ConfigError:
@@ -372,7 +372,7 @@ class LaneBuffers:
         return True
 
     def _whole(self, inputs: int) -> int:
-        """So many inputs, or the next number of whole units."""
+        """Round up to a whole number of units."""
         return -(-inputs // self._work.unit) * self._work.unit
 
     def _read(self, ranges: Sequence[Range]) -> tuple[list[ChunkRows], IntArray]:
@@ -389,7 +389,7 @@ class LaneBuffers:
         return self._spans.expand(span), np.append(slot, count)
 
     def _settle(self, done: _Round) -> None:
-        """Wait for a round, and give each lane what is its own."""
+        """Wait for a round, and give each lane its outcome."""
         shown = ", ".join(map(str, done.pending.ids[:_SHOWN_IDS].tolist()))
         more = ", ..." if len(done.pending.ids) > _SHOWN_IDS else ""
         what = f"decoding and transforming samples {shown}{more} of epoch {self._plan.epoch}"
@@ -407,7 +407,7 @@ class LaneBuffers:
             if reached < stop - start:
                 break
         if found.failed is not None:
-            if self._stopping.is_set():  # then what was under way may fail, and other ranks must not hear of it
+            if self._stopping.is_set():  # then pending work may fail, and other ranks must not hear of it
                 raise LoaderClosedError("the loader was closed while it worked on samples") from found.failed
             self.buffers[lane].failed = found.failed
             self._abandon()
@@ -431,7 +431,7 @@ class LaneBuffers:
         self._ledger.note(buffer.lane, anchors, buffer.found, is_end=buffer.done == buffer.size)
 
     def _rate(self, buffer: LaneBuffer, usual: float) -> float:
-        """Outputs an input, as expected of a lane; never 0."""
+        """Estimate the outputs per input of a lane; never 0."""
         return (buffer.yielded + 4 * usual) / (buffer.inputs + 4)
 
     def _usual_rate(self) -> float:
@@ -443,19 +443,19 @@ class LaneBuffers:
 
     @property
     def is_requested(self) -> bool:
-        """Whether all inputs to the end of every lane have been requested."""
+        """Return whether all inputs to the end of every lane have been requested."""
         return all(self._opened[lane] >= buffer.size for lane, buffer in self.buffers.items())
 
     @property
     def horizon(self) -> float:
-        """How many outputs a lane have been requested beyond those found, about; endless where there are no lanes."""
+        """Estimate how many outputs of a lane are requested beyond those found; infinite without lanes."""
         buffers = self.buffers.values()
         if not self.is_requested:
             return self._horizon - min(buffer.found for buffer in buffers)
         return sum(buffer.size - buffer.done for buffer in buffers) / len(buffers) if buffers else math.inf
 
     def look_ahead(self, at_once: int = _AHEAD_AT_ONCE) -> None:
-        """Request what is expected to be needed next, as long as the reader has room; a few windows a lane."""
+        """Request the chunks expected next, as long as the reader has room; a few windows a lane."""
         usual = self._usual_rate()
         for _ in range(at_once):
             if self.is_requested or not self._reader.has_room:
@@ -476,7 +476,7 @@ class LaneBuffers:
         return entered
 
     def _request(self, entered: Sequence[EnteredWindow]) -> None:
-        """Request the chunks of windows, by when their first use is expected: lanes go through inputs at own rates."""
+        """Request the chunks of windows, by expected first use: lanes consume inputs at different rates."""
         if not entered:
             return
         usual = self._usual_rate()
@@ -490,14 +490,14 @@ class LaneBuffers:
         return buffer.found + (offsets - buffer.done) * self._rate(buffer, usual)
 
     def release(self, offset_of: Callable[[LaneBuffer], int]) -> None:
-        """Close the windows before each lane's offset, and let go of their chunks."""
+        """Close the windows before each lane's offset, and release their chunks."""
         closed = self._spans.close_before(self._offsets(offset_of))
         done = [chunk for entered in closed for chunk in entered.chunks.tolist()]
         if done:
             self._reader.release(done)
 
     def next_uses(self, offset_of: Callable[[LaneBuffer], int]) -> dict[int, int]:
-        """When each chunk of the open windows is used next, as a number that grows with the time until then."""
+        """Map each chunk of the open windows to its next use, as a number that grows with the time until then."""
         return self._spans.next_uses_from(self._offsets(offset_of))
 
     def _offsets(self, offset_of: Callable[[LaneBuffer], int]) -> IntArray:
@@ -507,13 +507,13 @@ class LaneBuffers:
         return offsets
 
     def end(self) -> None:
-        """Stop what has begun, and let go of all chunks."""
+        """Stop pending work, and release all chunks."""
         self._abandon()
         self.release(lambda buffer: buffer.size)
 
 
 def cut_result(found: TransformResult, start: int, stop: int) -> TransformResult:
-    """The outputs of some of the inputs."""
+    """Cut out the outputs of some of the inputs."""
     low, high = np.searchsorted(found.places, [start, stop]).tolist()
     has_rows, samples = len(found.rows) > 0, found.samples
     return TransformResult(

@@ -1,4 +1,4 @@
-"""Packing as a transform of lanes: a unit of documents in, sequences out, nothing carried from one unit to the next.
+"""Packing as a transform of lanes: a unit of documents in, sequences out, with nothing carried over between units.
 
 Sequences are laid out when a unit's turn comes. Their rows are filled when their batch is wanted.
 """
@@ -40,7 +40,7 @@ class PackTransform:
     """Packs what ``sieve`` keeps of units of ``unit`` samples, decoded and transformed. Threads of the pool pack."""
 
     gives_samples = True
-    one_each = False
+    is_per_input = False
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PackTransform:
         unit: int,
     ) -> None:
         self._equipment = equipment
-        is_read = equipment.maker.options.transform is None  # else the transform gets values as ever
+        is_read = equipment.maker.options.transform is None  # else the transform gets values as usual
         flat = packer.needed if is_read else ()
         self.reader = RowReader(equipment, quarantine, sieve, fields, by_units=True, flat=flat)
         self._packer = packer
@@ -77,7 +77,7 @@ class PackTransform:
         return _Packing(self._equipment, ids, cuts, job, units)
 
     def _pack(self, job: RowJob, ids: IntArray, places: IntArray, low: int) -> _Unit | Exception:
-        """The sequences of a unit, or what one of its rows raised. On a thread of the pool.
+        """Pack a unit into sequences; return them, or the error of one of its rows. On a thread of the pool.
 
         ``ids`` (inputs,) are those of all its inputs, of which ``places`` (n,) are kept: rows ``low`` on of the job.
         """
@@ -93,7 +93,7 @@ class PackTransform:
         return _account(packed, ids, places[present], self._packer.packing.batch_fields)
 
     def _documents(self, job: RowJob, low: int, high: int) -> tuple[dict[str, Any], IntArray]:
-        """The values that are packed, and which of the rows from ``low`` on they are of: not those that are dropped."""
+        """Collect the values that are packed, and their rows from ``low`` on, without the dropped ones."""
         if not self._equipment.maker.options.transform:
             every = np.arange(high - low)
             given = ((name, values) for name, values in job.results.values.items() if name in self._packer.needed)
@@ -109,7 +109,7 @@ class PackTransform:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A unit of n inputs that became m sequences: which of them accounts for which input.
+    """A unit of n inputs that became m sequences, with the sequence that accounts for each input.
 
     ``ids`` (n,) are in that order, with ``stays`` (n,); ``places`` (m,). An input is accounted for by the first
     sequence that has a piece of it; those left out, by the last. ``packed`` is None where no input was kept.
@@ -123,7 +123,7 @@ class _Unit:
 
 
 def _account(packed: Packed | None, ids: IntArray, inputs: IntArray, fields: Collection[str]) -> _Unit:
-    """The unit of inputs with these ``ids`` (n,), of which ``inputs`` were packed."""
+    """Account for the inputs with these ``ids`` (n,), of which ``inputs`` were packed."""
     stays = np.zeros(len(ids), np.bool_)
     if packed is None or not len(packed):
         return _Unit(packed, ids, stays, _NONE, None)
@@ -185,14 +185,14 @@ class _Packing:
 
 
 def cut_units(bounds: IntArray, unit: int) -> IntArray:
-    """Where units begin in runs that begin at ``bounds``, with the end of the last, (units + 1,) int64."""
+    """Find the beginnings of units in runs that begin at ``bounds``, with the end of the last, (units + 1,) int64."""
     starts = [np.arange(low, high, unit) for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)]
     cuts: IntArray = np.concatenate([*starts, bounds[-1:]]).astype(np.int64)
     return cuts
 
 
 def _unit_rows(places: IntArray, cuts: IntArray) -> Iterator[tuple[int, int, int, int]]:
-    """For each unit its inputs, from and to, and which of the kept inputs, at ``places``, are its own."""
+    """Yield each unit's inputs, from and to, and its range among the kept inputs, at ``places``."""
     rows = np.searchsorted(places, cuts)
     return zip(*(each.tolist() for each in (cuts[:-1], cuts[1:], rows[:-1], rows[1:])), strict=True)
 
@@ -210,7 +210,7 @@ class PackedUnit:
     fields: Collection[str]
 
     def ids(self, row: int) -> IntArray:
-        """The sample ids of a sequence's documents, by their ``document_ids``."""
+        """List the sample ids of a sequence's documents, by their ``document_ids``."""
         low, high = self.packed.layout.bounds[row : row + 2]
         return self.piece_ids[low:high]
 
@@ -220,7 +220,7 @@ Made = tuple[Any, list[tuple[Counters, dict[str, int]]]]  # a batch, and what it
 
 
 def start_batches(maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
-    """The batches of some steps; each output is a row of a ``PackedUnit``.
+    """Start the batches of some steps; each output is a row of a ``PackedUnit``.
 
     One job of the pool makes their arrays, of which batches are views: threads that make many small arrays at the same
     time mostly wait for one another. Only what ``collate`` makes has a job a batch, so that its errors are those of its
@@ -248,7 +248,7 @@ class PackedBatch(UnfinishedBatch):
         except CancelledError as exc:
             raise LoaderClosedError("the loader was closed while a batch was being made") from exc
         batch, counted = made[self.place]
-        made[self.place] = None, []  # batches live as long as whoever took them wants
+        made[self.place] = None, []  # batches live as long as their user keeps them
         for counters, amounts in counted:
             counters.add(**amounts)
         return self.maker.finish(batch, self.num_rows)
@@ -262,7 +262,7 @@ class PackedBatch(UnfinishedBatch):
 
 
 def _make(maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows]) -> list[Made]:
-    """On a thread of the pool."""
+    """Make the batches on a thread of the pool."""
     picked = [step.picked for step in steps]
     every = [i for each in picked for i in each]
     units: list[PackedUnit] = [outputs.samples[i] for i in every]
@@ -298,7 +298,7 @@ def _make(maker: BatchMaker, outputs: Collected, steps: Sequence[StepRows]) -> l
 def _finish(
     maker: BatchMaker, fields: dict[str, Any], units: Sequence[PackedUnit], rows: Sequence[int], num_valid: int
 ) -> Any:
-    """A batch of rows whose ``fields`` are filled, of which ``num_valid`` count."""
+    """Finish a batch of rows whose ``fields`` are filled, of which ``num_valid`` count."""
     options = maker.options
     if options.pad:
         fields[VALID] = np.arange(len(rows)) < num_valid
@@ -319,7 +319,7 @@ def _finish(
 
 
 def count_packed(counters: Counters, packed: Packed, sequences: IntArray) -> None:
-    """Add what some rows of ``counts_by_sequence`` hold to the metrics."""
+    """Add the totals of some rows of ``counts_by_sequence`` to the metrics."""
     counters.add(**_amounts(packed.counts_by_sequence[sequences].sum(axis=0), packed.seq_len))
 
 
@@ -339,7 +339,7 @@ def _amounts(sums: IntArray, seq_len: int) -> dict[str, int]:
 
 
 def lay_side_by_side(arrays: Sequence[IntArray]) -> IntArray:
-    """(n, longest) int64 of n arrays, filled up with -1."""
+    """Stack n arrays into (n, longest) int64, filled up with -1."""
     table = np.full((len(arrays), max(map(len, arrays), default=0)), -1, np.int64)
     for row, array in enumerate(arrays):
         table[row, : len(array)] = array

@@ -1,6 +1,6 @@
 """One source's endless sequence of outputs: its epochs laid end to end, as far as all ranks know them.
 
-An epoch's order is rule 4 as long as every lane has the output that it asks for. What is then left of all lanes, its
+An epoch's order is rule 4 as long as every lane has the output that it asks for. The rest of all lanes, its
 *tail*, follows lane by lane. Where the tail begins, and how much of it is taken, is a ``TailRule``.
 """
 
@@ -28,7 +28,7 @@ MakeEpoch = Callable[[int, int, Cursors], EpochSupply]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailRule:
-    """Where an epoch's tail begins: so many whole grains after the position that the run began at.
+    """The start of an epoch's tail: the first grain, counted from the run's start, that some lane cannot fill.
 
     A source of a mixture has grains of 1, and all of its tail is taken: where the tail begins does not depend on
     batches, and the next epoch goes on in the same batch. A data set by itself has grains of a global batch, and
@@ -40,11 +40,11 @@ class TailRule:
 
     @property
     def ends_epochs(self) -> bool:
-        """Whether batches end where an epoch does."""
+        """Return whether batches end where an epoch does."""
         return self.last_batch is not None
 
     def taken_of(self, tail: Tail) -> int:
-        """How many of an epoch's outputs are taken."""
+        """Count the outputs of an epoch that are taken."""
         if self.last_batch is None:
             return tail.stop
         left = count_steps(tail.stop, tail.start, self.grain, self.last_batch)
@@ -76,7 +76,7 @@ class RunningEpoch:
 
     @property
     def tail_start(self) -> int | None:
-        """Where the tail begins; None while no lane's end is known."""
+        """The position where the tail begins; None while no lane's end is known."""
         if self.tail_taken is not None:
             return self.origin
         limit = self.supply.ledger.limit
@@ -84,14 +84,14 @@ class RunningEpoch:
 
     @property
     def settled(self) -> int:
-        """Up to which position it is known on every rank what is taken: the grain after it tells that more follows."""
+        """The position up to which every rank knows the outputs taken: the next grain proves that more follows."""
         known = self._filled
         is_stuck = self._is_blocked_before(known + self.rule.grain, known)
         return known if is_stuck else known - self.rule.grain
 
     @property
     def _filled(self) -> int:
-        """Up to which position all lanes have what rule 4 asks of them, in whole grains."""
+        """The position, in whole grains, up to which all lanes have the outputs that rule 4 asks for."""
         known, start = self._floor(self.supply.ledger.fillable), self.tail_start
         return known if start is None else min(known, start)
 
@@ -99,16 +99,16 @@ class RunningEpoch:
         return self.origin + (position - self.origin) // self.rule.grain * self.rule.grain
 
     def _is_blocked_before(self, position: int, tail_start: int) -> bool:
-        """Whether an error, here or elsewhere, comes before a position, or before the end of a tail from there on."""
+        """Return whether an error of any rank comes before a position, or before the end of a tail from there on."""
         blocked, start = self.supply.ledger.blocked, self.tail_start
         return blocked is not None and (blocked[0] < position or (start is not None and start <= tail_start))
 
     def is_blocked(self, needed: int) -> bool:
-        """Whether an error keeps it from ever giving so many outputs."""
+        """Return whether an error keeps it from ever giving so many outputs."""
         return self.total is None and self._is_blocked_before(needed, needed - 1)
 
     def work(self, needed: int, ahead: int) -> None:
-        """Work on this rank's lanes towards knowing what is taken up to ``needed``, and beyond, to ``ahead``."""
+        """Work on this rank's lanes until the outputs taken up to ``needed`` are known, and beyond, to ``ahead``."""
         ledger, grain = self.supply.ledger, self.rule.grain
         if self.reached != (needed, ahead) and not self.is_counted and self.tail_taken is None:
             self.supply.reach(needed + grain, ahead + grain)  # one grain more tells that the epoch goes on
@@ -140,7 +140,7 @@ class SourceStream:
     def __init__(
         self, name: str | None, make_epoch: MakeEpoch, rule: TailRule, *, lap: Lap, taken: int, cursors: Cursors
     ) -> None:
-        """``taken`` outputs of the run were taken up to ``lap``; work begins at ``cursors``, before it."""
+        """Start at ``cursors``, before ``lap``, up to which ``taken`` outputs of the run were taken."""
         self.name = name
         self.rate = 1.0  # outputs a step, about
         self._make_epoch = make_epoch
@@ -154,7 +154,7 @@ class SourceStream:
         self._lanes = len(cursors.offsets)
 
     def catch_up(self, begun: IntArray, stride: int) -> None:
-        """Pass by what lies between the cursors, before which are ``begun`` (lanes,) outputs, and here, in strides."""
+        """Skip the outputs between the cursors, before which are ``begun`` (lanes,), and here, in strides."""
         supply, here = self._epochs[0].supply, self._epochs[0].origin
         for position in range(fillable(begun, supply.ledger.turns) + stride, here, stride):
             if all(buffer.is_over for buffer in supply.lanes.buffers.values()):
@@ -166,9 +166,9 @@ class SourceStream:
     # -- ahead of need --------------------------------------------------------------------------------------------
 
     def work(self, needed: int, ahead: int) -> None:
-        """Work towards knowing where the source is after ``needed`` outputs, and beyond, to ``ahead``.
+        """Work until the source's place after ``needed`` outputs is known, and beyond, to ``ahead``.
 
-        Does not wait for other ranks: ``look`` takes in what they find.
+        Does not wait for other ranks: ``look`` polls their outcomes.
 
         Raises:
             PartitionError: an epoch has nothing to give.
@@ -205,7 +205,7 @@ class SourceStream:
             assert supply.ledger.tail is not None
             raise PartitionError(_explain_no_batch(supply, supply.ledger.tail.stop, self._rule.grain))
         what = f"keep= or transform= dropped all {inputs:,} samples of its epoch {epoch}; check what it decides by"
-        if not supply.one_each:
+        if not supply.is_per_input:
             what = (
                 f"no sequence was made of the {inputs:,} samples of its epoch {epoch}; check what keep=, transform= "
                 "and long_documents= leave out"
@@ -224,14 +224,14 @@ class SourceStream:
         return self._make_epoch(self._epochs[-1].supply.plan.epoch + 1, 0, Cursors.at_start(self._lanes))
 
     def look(self) -> None:
-        """Take in what other ranks have posted of the epochs that have begun."""
+        """Poll what other ranks have posted of the epochs that have begun."""
         for running in self._epochs:
             if running.total is None:
                 running.supply.ledger.look()
 
     @property
     def settled(self) -> int:
-        """After how many outputs of the run, at most, it is known on every rank where the source is."""
+        """The number of outputs of the run up to which every rank knows the source's place."""
         known = 0
         for running in self._epochs:
             if running.stop is None:
@@ -240,7 +240,7 @@ class SourceStream:
         return ALL_OUTPUTS if self._rule.ends_epochs else known  # no step goes beyond the epoch
 
     def is_blocked(self, needed: int) -> bool:
-        """Whether an error, here or on another rank, keeps the source from ever giving so many outputs of the run."""
+        """Return whether an error, here or on another rank, keeps the source from ever giving so many outputs."""
         return any(running.is_blocked(needed - running.began) for running in self._epochs)
 
     def raise_blocked(self, needed: int) -> None:
@@ -251,12 +251,12 @@ class SourceStream:
 
     @property
     def horizon(self) -> float:
-        """For how many steps inputs have been requested ahead, about."""
+        """Estimate for how many steps inputs have been requested ahead."""
         ahead = self._epochs[-1].supply.lanes.horizon + (0.0 if self._next is None else self._next.lanes.horizon)
         return ahead * self._lanes / self.rate
 
     def look_ahead(self) -> bool:
-        """Request some inputs more, also of the next epoch; whether there were any to be requested."""
+        """Request some more inputs, also of the next epoch; return whether there were any."""
         supply = self._next or self._epochs[-1].supply
         if not supply.lanes.is_requested:
             supply.lanes.look_ahead(1)
@@ -270,11 +270,11 @@ class SourceStream:
 
     @property
     def stop(self) -> int | None:
-        """The outputs of the run at the end of the epoch that it is in; None while that is not known."""
+        """Return the number of outputs of the run at the end of its epoch; None while that is not known."""
         return self._epochs[0].stop
 
     def cut(self, taken: IntArray) -> Iterator[tuple[EpochSupply, IntArray]]:
-        """The epochs in which ``taken`` (steps + 1,) lie, all settled: each with its (steps + 1,) positions in it."""
+        """Yield the epochs in which ``taken`` (steps + 1,) lie, all settled, with the (steps + 1,) positions there."""
         for running in self._epochs:
             most = taken[-1] - running.began if running.total is None else running.total
             local = np.clip(taken - running.began, 0, most)
@@ -282,21 +282,21 @@ class SourceStream:
                 yield running.supply, local
 
     def lap_at(self, taken: int) -> Lap:
-        """Where the source is after so many outputs of the run, which are settled."""
+        """Find the source's lap after so many outputs of the run, which are settled."""
         for running in self._epochs:
             if running.stop is None or taken < running.stop:
                 return Lap(running.supply.plan.epoch, taken - running.began)
         return Lap(self._epochs[-1].supply.plan.epoch + 1, 0)
 
     def ended(self, before: int, after: int) -> Iterator[tuple[EpochSupply, int]]:
-        """The epochs that ended between two numbers of outputs of the run, and what was taken of each."""
+        """Yield the epochs that ended between two numbers of outputs of the run, each with its outputs taken."""
         for running in self._epochs:
             if running.stop is not None and before < running.stop <= after:
                 assert running.total is not None
                 yield running.supply, running.total
 
     def pass_by(self, taken: int) -> None:
-        """Drop what comes before so many outputs of the run, and epochs that are over."""
+        """Drop all before so many outputs of the run, and the epochs that are over."""
         for running in list(self._epochs):
             if running.stop is None or taken < running.stop:
                 running.supply.pass_by(taken - running.began)
@@ -309,7 +309,7 @@ class SourceStream:
     # -- what others ask ------------------------------------------------------------------------------------------
 
     def next_uses(self) -> dict[int, float]:
-        """When each chunk, by its number in the source, is used next: in steps from now, about."""
+        """Map each chunk, by its number in the source, to its next use: estimated steps from now."""
         found: dict[int, float] = {}
         for supply in (*(running.supply for running in self._epochs), *([] if self._next is None else [self._next])):
             uses = supply.next_uses()
@@ -319,7 +319,7 @@ class SourceStream:
         return found
 
     def post_error(self, error: Exception) -> None:
-        """Tell other ranks that this one does not go on. Called by any thread."""
+        """Post to other ranks that this one stops. Called by any thread."""
         for running in list(self._epochs):
             running.supply.post_error(error)
 
@@ -336,14 +336,14 @@ class SourceStream:
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """What work that has begun is waited for, and since when."""
+        """Describe the pending work that is waited for, and since when."""
         return next((running.supply.waiting for running in list(self._epochs) if running.supply.waiting), None)
 
 
 def _explain_no_batch(supply: EpochSupply, outputs: int, size: int) -> str:
-    """Why an epoch of a data set has no global batch of ``size``."""
+    """Explain why an epoch of a data set has no global batch of ``size``."""
     inputs, epoch, world_size = supply.plan.num_samples, supply.plan.epoch, supply.world_size
-    if not supply.one_each:
+    if not supply.is_per_input:
         return (
             f"packing= made {outputs:,} sequences of the {inputs:,} samples of epoch {epoch}, which is "
             f"below a global batch of {size} (world_size={world_size}); use a smaller batch or a "

@@ -1,4 +1,4 @@
-"""One source as streams see it: what the pipeline lends for its rows, what is done to them, and in what portions."""
+"""One source as streams see it: its view of the pipeline's equipment, its transform and the sizes of its portions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReaderOfSource:
 
 
 def equipment_of(equipment: Equipment, sources: Sources, kind: Kind, number: int, seed: int) -> Equipment:
-    """The equipment for one source of a mixture, where chunks and samples have its own numbers.
+    """Make the equipment for one source of a mixture, where chunks and samples have its own numbers.
 
     Errors name its samples as its own, and its rows draw by the ``seed`` of its order.
     """
@@ -66,7 +66,7 @@ def equipment_of(equipment: Equipment, sources: Sources, kind: Kind, number: int
 
 
 def make_transform(source: OpenSource, equipment: Equipment, quarantine: ReplacesChunks) -> LaneTransform:
-    """What is done to rows of one source, whose numbers ``equipment`` and ``quarantine`` use: nothing if all stay."""
+    """Make the transform for one source, whose numbers ``equipment`` and ``quarantine`` use; it may keep every row."""
     reshaping, manifest = source.reshaping, source.manifest
     fields = fields_of_rows(manifest, source.columns)
     if reshaping is None:
@@ -82,13 +82,13 @@ def make_transform(source: OpenSource, equipment: Equipment, quarantine: Replace
 
 
 def choose_lane_options(transform: LaneTransform, equipment: Equipment, sources: int, *, patience: int) -> LaneOptions:
-    """In what portions outputs of one of so many sources are found, which share what memory there is."""
+    """Choose the portions in which one of so many sources finds its outputs; they share the memory."""
     row_bytes = mean_row_bytes(equipment.source.manifest)
     round_rows = max(64, equipment.options.span_bytes // sources // row_bytes)
     if transform.gives_samples:  # which take memory until they are due: enough at once to keep all threads busy
         round_rows = min(_MOST_SAMPLES, max(64, round_rows // 4))
     return LaneOptions(
-        spacing=anchor_spacing(row_bytes) if transform.one_each else transform.unit,
+        spacing=anchor_spacing(row_bytes) if transform.is_per_input else transform.unit,
         round_rows=round_rows,
         room_bytes=equipment.options.batch_budget_bytes // sources,
         patience=patience,
@@ -96,5 +96,5 @@ def choose_lane_options(transform: LaneTransform, equipment: Equipment, sources:
 
 
 def anchor_spacing(row_bytes: int) -> int:
-    """The inputs between two at which work on a lane may begin again: the same on every rank, by the data set alone."""
+    """Choose how many inputs lie between anchors of a lane: the same on every rank, by the data set alone."""
     return min(1024, max(16, next_power_of_two(_ANCHOR_BYTES // row_bytes)))

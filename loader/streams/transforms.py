@@ -1,4 +1,4 @@
-"""What is done to the rows of lanes: from inputs to outputs. Each kind of stream has one kind of transform."""
+"""Transforms of lanes, from inputs to outputs. Each kind of stream has one kind of transform."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class TransformResult:
 
     ``ids`` (inputs,) are all inputs' sample ids. Each output is a row of a chunk, ``chunks`` and ``rows`` (outputs,),
     that is yet to be gathered; or it is in ``samples``, ready to be joined, or it is one of the ``rows`` of something
-    there that several outputs share. ``nbytes``: what all this takes, about.
-    ``failed``: what the input after the last one here raised, if work ended there.
+    there that several outputs share. ``nbytes``: the estimated size of all this.
+    ``failed``: the error of the input after the last one here, if work ended there.
 
     Where outputs are made of several inputs, ``ids`` are in an order in which each output accounts for the inputs since
     the place of the output before it, up to its own; ``kept`` (inputs,) bool says which of them were not dropped. Else
@@ -52,7 +52,7 @@ class TransformResult:
 
     @property
     def stays(self) -> BoolArray:
-        """(inputs,): which inputs are in an output."""
+        """(inputs,) bool: the inputs that are in an output."""
         if self.kept is not None:
             return self.kept
         stays = np.zeros(len(self.ids), np.bool_)
@@ -61,21 +61,21 @@ class TransformResult:
 
 
 class PendingResult(Protocol):
-    """Work that goes on on other threads. ``ids`` are the samples that it waits for."""
+    """Work in progress on other threads. ``ids`` are the samples that it waits for."""
 
     @property
     def ids(self) -> IntArray:
-        """(n,) int64 sample ids."""
+        """List (n,) int64 sample ids."""
 
     def result(self) -> TransformResult:
-        """Wait for the outputs. Does not raise what a sample raised: that is in ``failed``."""
+        """Wait for the outputs. An error of a sample is not raised, but in ``failed``."""
 
     def cancel(self) -> None:
-        """Begin no more of it."""
+        """Start no more of the work."""
 
 
 class LaneTransform(Protocol):
-    """One kind of work, and what a new kind of stream brings: all else (lanes, ranks, cursors, batches) is the same.
+    """One kind of work, and all that a new kind of stream adds: lanes, ranks, cursors and batches stay the same.
 
     It may look at nothing but its inputs, so that every rank and every resume finds the same. It gets runs of whole
     units: of ``unit`` inputs each, counted from a lane's beginning, of which the last of a lane may be shorter. Of a
@@ -84,32 +84,32 @@ class LaneTransform(Protocol):
 
     @property
     def unit(self) -> int:
-        """How many inputs are worked on together."""
+        """The number of inputs that are worked on together."""
 
     @property
-    def one_each(self) -> bool:
-        """Whether each input yields one output or none; else outputs may be made of several inputs."""
+    def is_per_input(self) -> bool:
+        """Return whether each input yields at most one output; else outputs may be made of several inputs."""
 
     @property
     def gives_samples(self) -> bool:
-        """Whether outputs are ready to be joined, else rows of chunks."""
+        """Return whether outputs are ready to be joined; else they are rows of chunks."""
 
     @property
     def output_bytes(self) -> int:
-        """What an output takes in a batch, about."""
+        """The estimated bytes of an output in a batch."""
 
     @property
     def reader(self) -> RowReader:
-        """What gathers rows of chunks."""
+        """The reader that gathers rows of chunks."""
 
     def start(self, groups: Sequence[ChunkRows], bounds: IntArray, epoch: int) -> PendingResult:
-        """Begin with inputs that ``groups`` are the rows of, targets from 0. Raises where reading fails.
+        """Start on inputs, the rows of ``groups``, targets from 0. Raises where reading fails.
 
         ``bounds`` (runs + 1,) are where runs of consecutive inputs of a lane begin; each begins with a unit.
         """
 
     def join(self, outputs: Collected, steps: Sequence[StepRows]) -> Iterator[UnfinishedBatch]:
-        """A batch for each step of its rows of the outputs; begun when it is asked for."""
+        """Make a batch for each step of its rows of the outputs, begun when it is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class StepRows:
 
     @property
     def picked(self) -> Sequence[int]:
-        """The samples that the batch is made of: all rows and, of a batch without any, one that shows its fields."""
+        """The samples that the batch is made of: all rows or, in a batch without any, one that shows its fields."""
         own = self.high - self.low
         if self.num_rows <= own:
             return range(self.low, self.high)
@@ -146,13 +146,13 @@ class StepRows:
 
 
 class FilterTransform:
-    """Drops what ``sieve`` does not keep, then, with ``may_drop``, what the transform returns None for; or nothing.
+    """Drops the rows that ``sieve`` rejects, then, with ``may_drop``, those that the transform returns None for.
 
     With ``skips``, which needs ``may_drop``, bad samples too: of bad chunks, and what cannot be decoded or transformed.
     """
 
     unit = 1
-    one_each = True
+    is_per_input = True
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class FilterTransform:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Work that is done."""
+    """Finished work."""
 
     done: TransformResult
 
@@ -238,7 +238,7 @@ class _Transforming:
 
 
 class RowReader:
-    """Gathers rows of chunks, the ``fields`` of batches, as soon as the chunks are there. The assembler thread's."""
+    """Gathers rows of chunks, the ``fields`` of batches, as the chunks arrive. Used by the assembler thread."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class RowReader:
         flat: Sequence[str] = (),
         skips: bool = False,
     ) -> None:
-        """``by_units``: several rows are always asked for together. ``flat``: see ``gather``.
+        """Take ``by_units``: several rows are always asked for together. ``flat``: see ``gather``.
 
         ``skips``: rows of bad chunks are not kept.
         """
@@ -265,7 +265,7 @@ class RowReader:
         self._flat = flat
 
     def sift(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Sifted:
-        """Which of ``count`` inputs the sieve keeps."""
+        """Select those of ``count`` inputs that the sieve keeps."""
         chunks, rows = np.empty((2, count), np.int64)
         for group in groups:
             chunks[group.targets], rows[group.targets] = group.chunk, group.rows
@@ -276,11 +276,11 @@ class RowReader:
         return Sifted(self.inputs(looked), kept, chunks[kept], rows[kept])
 
     def inputs(self, rows: Rows) -> IntArray:
-        """The ids of gathered inputs."""
+        """Get the ids of gathered inputs."""
         return rows.planned_ids if self._skips else rows.ids
 
     def are_read(self, rows: Rows) -> BoolArray:
-        """(n,) bool: which rows stay; those of a bad chunk, in whose place others were read, are skipped."""
+        """Select (n,) bool the rows that stay; those of a bad chunk, in whose place others were read, are skipped."""
         stays: BoolArray = rows.planned_ids == rows.ids if self._skips else np.ones(len(rows.ids), np.bool_)
         return stays
 
@@ -293,10 +293,10 @@ class RowReader:
             elif self._by_units:
                 for row in range(len(rows.ids)):
                     self._ask(sieve, rows.cut(row, row + 1))
-            raise  # else whoever asked about several asks about each
+            raise  # else the caller that asked about several asks about each
 
     def gather(self, groups: Sequence[ChunkRows], count: int, epoch: int | None = None) -> Rows:
-        """The rows of ``groups`` as batches have them, in the order of their targets. Raises where reading fails.
+        """Gather the rows of ``groups`` as batches have them, in the order of targets. Raises where reading fails.
 
         With ``epoch``, bad samples are counted.
         """
@@ -346,7 +346,7 @@ class Sifted:
 
 
 def _narrow(block: Block, names: Collection[str] | None) -> Block:
-    """The block without columns that are not asked for."""
+    """Leave out a block's columns that are not asked for."""
     if names is None:
         return block
     wanted = {name: column for name, column in block.columns.items() if name in names}
@@ -355,7 +355,7 @@ def _narrow(block: Block, names: Collection[str] | None) -> Block:
 
 
 def pick_rows(chunks: IntArray, rows: IntArray) -> list[ChunkRows]:
-    """Rows of chunks, (n,) each, grouped by chunk: row i goes to target i; in order of first use."""
+    """Group rows of chunks, (n,) each, by chunk: row i goes to target i; in order of first use."""
     by_chunk = np.argsort(chunks, kind="stable")
     sorted_chunks = chunks[by_chunk]
     starts = np.flatnonzero(np.diff(sorted_chunks, prepend=-1)).tolist()

@@ -1,1 +1,1 @@
-"""Looking into a data set beside training: one sample, the first batch, tables for notebooks. Nothing is consumed."""
+"""Views of a data set beside training: one sample, the first batch, tables for notebooks. Nothing is consumed."""

@@ -1,4 +1,4 @@
-"""Chunks loaded by a few threads, ahead of the one that is looked at, and in order."""
+"""Chunks loaded by a few threads, in order, ahead of the one being viewed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTERRUPTED_S = 1.0
 def load_ahead(
     load: Callable[[int], Block], reserve: Callable[[int], int], chunks: Iterable[int]
 ) -> Iterator[tuple[int, Block | Exception]]:
-    """Each chunk with what ``load`` returned or raised, in the order of ``chunks``.
+    """Yield each chunk with the result or error of ``load``, in the order of ``chunks``.
 
     A few are loaded at once, beyond the first no more than 256 MiB of them, by what ``reserve`` says of each.
     No thread outlives the iterator, unless it is interrupted: then requests in flight are waited for one second.
@@ -50,5 +50,5 @@ def load_ahead(
 def _finished(chunk: int, future: Future[Block]) -> tuple[int, Block | Exception]:
     try:
         return chunk, future.result()
-    except Exception as exc:  # noqa: BLE001 - who asked decides what a bad chunk means
+    except Exception as exc:  # noqa: BLE001 - the caller decides how to treat a bad chunk
         return chunk, exc

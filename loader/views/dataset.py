@@ -1,4 +1,4 @@
-"""Opens the view of a loader's samples: what a pass would make of each, read beside it."""
+"""The view of a loader's samples: each as a pass would make it, read separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_view(run: Run) -> DatasetView:
-    """The samples of all sources. Reads nothing."""
+    """Open a view of the samples of all sources. Reads nothing."""
     sources = run.sources.apart()
     kinds = {number: kind for kind in run.reading.kinds for number in kind.sources}
     readers = [
@@ -38,6 +38,6 @@ def _ids_of(source: OpenSource) -> range | SelectedIds:
 
 
 def _work_on(run: Run, number: int) -> RowWork:
-    """What is done to a sample of a source, with the random numbers of its order, which a loaded state may bring."""
+    """Make the work on a source's samples, with the random numbers of its order, which a loaded state may bring."""
     options, seed = run.sources[number].options, run.sampler.orders[number].order.seed
     return replace(run.batch_options, transform=options.transform, may_drop=options.may_drop, seed=seed).work

@@ -1,4 +1,4 @@
-"""A value as its type and a short text, whatever it is: for tables in terminals and notebooks."""
+"""Any value as its type and a short text: for tables in terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FieldView:
 
 
 def describe_value(value: Any, chars: int = TEXT_CHARS) -> tuple[str, str]:
-    """The kind of a value and a line of at most ``chars`` characters; never raises, and reads no more than it shows."""
+    """Describe a value by kind and a line of at most ``chars`` characters; never raises, reads only what it shows."""
     try:
         kind, text = _describe(value, chars)
     except Exception as exc:  # noqa: BLE001 - a value of the user's may do anything
@@ -58,7 +58,7 @@ def _describe(value: Any, chars: int) -> tuple[str, str]:
 
 
 def _describe_array(value: Any) -> tuple[str, str]:
-    """An array, a tensor on any device, or a scalar of numpy's: of large ones only the first numbers are copied."""
+    """Describe an array, a tensor on any device, or a numpy scalar; of large ones only the first numbers are copied."""
     shape = tuple(value.shape)
     kind = str(value.dtype).removeprefix("torch.") + (f" {list(shape)}" if shape else "")
     if 0 in shape:
@@ -73,7 +73,7 @@ def _describe_array(value: Any) -> tuple[str, str]:
 
 
 def to_numpy(value: Any) -> AnyArray:
-    """An array or tensor as an array; bfloat16 and its kind, which numpy lacks, as float32."""
+    """Convert an array or tensor to an array; bfloat16 and the like, which numpy lacks, to float32."""
     if not hasattr(value, "detach"):
         return np.asarray(value)
     tensor = value.detach().cpu()
@@ -81,7 +81,7 @@ def to_numpy(value: Any) -> AnyArray:
 
 
 def clip(text: str, chars: int) -> str:
-    """One line of at most ``chars`` characters; what a terminal would act on is spelled out."""
+    """Clip to one line of at most ``chars`` characters; control characters are spelled out."""
     line = " ".join(text[: 2 * chars + 2].split())
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     is_whole = len(line) <= chars and len(text) <= 2 * chars + 2
@@ -94,7 +94,7 @@ def shorten(text: str) -> str:
 
 
 def describe_bytes(data: bytes) -> tuple[str, str]:
-    """What bytes are, by their first ones: images with their sides, arrays with their shape, text as it is."""
+    """Describe bytes by their first ones: images with their sides, arrays with their shape, text as it is."""
     kind = image_kind(data)
     if kind == "png" and len(data) >= 24:
         width, height = struct.unpack(">II", data[16:24])
@@ -117,7 +117,7 @@ def describe_bytes(data: bytes) -> tuple[str, str]:
 
 
 def _jpeg_sides(data: bytes) -> tuple[int, int] | None:
-    """Width and height from the frame header (SOF0 to SOF15) of a JPEG (ITU T.81, B.2.2)."""
+    """Read width and height from the frame header (SOF0 to SOF15) of a JPEG (ITU T.81, B.2.2)."""
     at = 2
     while at + 9 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]

@@ -36,7 +36,7 @@ def show(batch: Any) -> BatchView:
 
 
 class BatchView:
-    """What ``show`` returns: knows how to display the first rows and fields of a batch. Holds the batch."""
+    """A table of a batch's first rows and fields, which ``show`` returns. Holds the batch."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -70,7 +70,7 @@ class ShownDataset(Protocol):
 
 
 def dataset_html(dataset: ShownDataset) -> str:
-    """A table of the first samples of a data set, as training gets them."""
+    """Make a table of the first samples of a data set, as training gets them."""
     try:
         samples: list[Mapping[str, Any]] = []
         problem = ""
@@ -121,8 +121,8 @@ def _cell(value: Any, left: list[int]) -> str:
     picture = thumbnail(value) if left[0] else None
     if picture is not None:
         left[0] -= 1
-        told = escape(clip(kind, _NAME_CHARS))
-        return f'<td {_CELL}><img src="{picture}" alt="" style="{_PICTURE}"><br><small>{told}</small></td>'
+        caption = escape(clip(kind, _NAME_CHARS))
+        return f'<td {_CELL}><img src="{picture}" alt="" style="{_PICTURE}"><br><small>{caption}</small></td>'
     return f"<td {_CELL}>{escape(text)}</td>"
 
 
@@ -130,7 +130,7 @@ _ABSENT = object()
 
 
 def _fields_of(batch: Any) -> dict[str, Any]:
-    """The named parts of a batch of any type."""
+    """Name the parts of a batch of any type."""
     if isinstance(batch, Mapping):
         return {str(name): value for name, value in batch.items()}
     names = getattr(batch, "_fields", None)  # of a named tuple
@@ -147,7 +147,7 @@ def _fields_of(batch: Any) -> dict[str, Any]:
 
 
 def _count_rows(values: Sequence[Any]) -> int:
-    """How many samples the fields have: the length that most of them share."""
+    """Count the samples: the length that most of the fields share."""
     lengths = [length for value in values if (length := _length(value)) is not None]
     return max(lengths, key=lengths.count, default=0)
 
@@ -159,7 +159,7 @@ def _length(value: Any) -> int | None:
 
 
 def _row_of(value: Any, row: int, count: int) -> Any:
-    """The value of one sample; of a field that has none a sample, the field itself, in the first row."""
+    """Get the value of one sample; a field without a value a sample stands whole in the first row."""
     if count and _length(value) == count:
         return value[row]
     return value if row == 0 else _ABSENT
@@ -172,7 +172,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _describe_fields(batch: Any) -> Iterator[tuple[str, str, str]]:
-    """(name, kind, first sample's value) of the first fields of a batch."""
+    """Yield (name, kind, first sample's value) of the first fields of a batch."""
     fields = _fields_of(batch)
     count = _count_rows(list(fields.values()))
     for name, value in list(fields.items())[:_FIELDS]:

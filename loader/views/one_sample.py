@@ -52,7 +52,7 @@ def inspect_sample(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> SampleInspection:
-    """Read one sample: that with the id ``sample``, or the first whose key, or whose ``field``, is ``key``.
+    """Read one sample: the one with the id ``sample``, or the first whose key, or whose ``field``, is ``key``.
 
     A negative id counts from the end, and one chunk is read. By key, chunk after chunk is read until it is found.
 

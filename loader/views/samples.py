@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class SampleReader:
     """Reads one sample at a time: one chunk, of which one row is decoded and transformed. Any thread may call it.
 
-    ``decoders`` and ``work`` are asked for at each call, for what the running loader has settled on; what is settled
+    ``decoders`` and ``work`` are asked for at each call, for the running loader's settled choices; a choice settled
     here stays here. A bad sample is an error, whatever a pass does about it, as is one that is avoided. The only state
     is the chunk that was read last, so that neighbours are not fetched again.
     """
@@ -54,7 +54,7 @@ class SampleReader:
         self._last: tuple[int, Block] | None = None
 
     def sample(self, sample_id: int, epoch: int) -> Sample:
-        """Decoded and transformed, with the random numbers of ``epoch``.
+        """Decode and transform a sample, with the random numbers of ``epoch``.
 
         Raises:
             StorageError, FormatError: the sample's chunk cannot be read.
@@ -63,7 +63,7 @@ class SampleReader:
         return self._work_on(sample_id, self._decoders(), replace(self._work(), goes_on=False), epoch)
 
     def raw(self, sample_id: int) -> Sample:
-        """As it is stored: fields of files as bytes, columns as their values."""
+        """Read a sample as it is stored: fields of files as bytes, columns as their values."""
         return self._work_on(sample_id, FieldDecoders(None), RowWork(transform=None, seed=0), 0)
 
     def _work_on(self, sample_id: int, decoders: FieldDecoders, work: RowWork, epoch: int) -> Sample:
@@ -97,7 +97,7 @@ class SampleReader:
         return int(np.searchsorted(self.manifest.first_ids, sample_id, side="right")) - 1
 
     def find(self, value: Any, field: str | None, ids: Sequence[int], *, progress: bool = True) -> int:
-        """The first of ``ids`` whose ``field`` is ``value``; reads chunk after chunk, of columns the one's bytes alone.
+        """Find the first of ``ids`` whose ``field`` is ``value``, chunk after chunk; reads of columns that one's bytes.
 
         Raises:
             SampleNotFoundError: there is none.
@@ -194,7 +194,7 @@ class DatasetView:
         self._sources = sources or {}
 
     def owned_by(self, owner: object) -> Self:
-        """The same view, which keeps ``owner`` alive: the loader whose end would close what it reads from."""
+        """Make the same view, which keeps ``owner`` alive: the loader whose end would close its stores."""
         of_sources = {name: view.owned_by(owner) for name, view in self._sources.items()}
         return type(self)(self._reader, self._ids, owner=owner, sources=of_sources)
 

@@ -1,4 +1,4 @@
-"""Which row of a column holds a value: a sample's key, or any field that is a scalar or text."""
+"""Search for a value in a column: a sample's key, or any field that is a scalar or text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def searched_field(manifest: Manifest, field: str | None) -> str:
-    """The field to search: the one named, else that of the samples' keys.
+    """Choose the field to search: the one named, else that of the samples' keys.
 
     Raises:
         ConfigError: the data set has no such field, or no keys; names its fields.
@@ -37,7 +37,7 @@ def searched_field(manifest: Manifest, field: str | None) -> str:
 
 
 def find_rows(column: Column, value: Any, field: str) -> list[int]:
-    """The rows of ``column`` that hold ``value``; text stands for the number, time or bytes that it writes.
+    """Find the rows of ``column`` that hold ``value``; text stands for the number, time or bytes that it writes.
 
     Raises:
         ConfigError: values of the field cannot be compared with it.
@@ -53,7 +53,7 @@ def find_rows(column: Column, value: Any, field: str) -> list[int]:
 
 
 def _as_stored(value: Any, field: str) -> bytes:
-    """The bytes that ``value`` stands for: a shell's word, or a file's name, that is not UTF-8 for its own."""
+    """Convert ``value`` to bytes: a shell's word, or a file's name, that is not UTF-8 to its own."""
     try:
         stored = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as exc:

@@ -53,12 +53,12 @@ class SelectedIds(_Ids):
         return map(self._selection.id_at, self._places)
 
     def array(self) -> IntArray:
-        """(len,) int64: all of them; O(samples) memory."""
+        """Make (len,) int64 of all ids; O(samples) memory."""
         places = self._places
         return self._selection.all_ids()[np.arange(places.start, places.stop, places.step, dtype=np.int64)]
 
     def index(self, sample_id: object, start: int = 0, stop: int | None = None) -> int:
-        """Where a sample id is; raises ValueError if it is not in the sequence."""
+        """Find the place of a sample id; raises ValueError if it is not in the sequence."""
         if isinstance(sample_id, int | np.integer):
             place = self._selection.place_of(int(sample_id))
             if place is not None:
@@ -92,7 +92,7 @@ class JointIds(_Ids):
         return self._first_ids[source] + self._parts[source][place - self._edges[source]]
 
     def index(self, sample_id: object, start: int = 0, stop: int | None = None) -> int:
-        """Where a joint sample id is; raises ValueError if it is not in the sequence."""
+        """Find the place of a joint sample id; raises ValueError if it is not in the sequence."""
         if isinstance(sample_id, int | np.integer) and sample_id >= 0:
             source = bisect_right(self._first_ids, int(sample_id)) - 1
             place = self._edges[source] + self._parts[source].index(int(sample_id) - self._first_ids[source])
@@ -100,11 +100,11 @@ class JointIds(_Ids):
         raise ValueError(f"{sample_id!r} is not among them")
 
     def array(self) -> IntArray:
-        """(len,) int64: all of them; O(samples) memory."""
+        """Make (len,) int64 of all ids; O(samples) memory."""
         return np.fromiter(self, np.int64, len(self))
 
     def of_source(self, source: int) -> range | SelectedIds:
-        """The own ids of those that are one source's, increasing."""
+        """List the ids of one source's samples, as the source numbers them, increasing."""
         low, high = self._edges[source : source + 2]
         places = self._places if self._places.step > 0 else self._places[::-1]
         own = places[bisect_left(places, low) : bisect_left(places, high)]

@@ -21,9 +21,9 @@ _MOST_PIXELS = 25_000_000  # of an encoded image that is decoded for a thumbnail
 
 
 def thumbnail(value: Any) -> str | None:
-    """A ``data:`` URI of at most about 17 kB for an image: an array, a tensor, or the bytes of a JPEG or PNG.
+    """Make a ``data:`` URI of at most about 17 kB for an image: an array, a tensor, or the bytes of a JPEG or PNG.
 
-    None where ``value`` is no image, or none that can be shown; never raises.
+    Returns None where ``value`` is no image, or none that can be shown; never raises.
     """
     try:
         pixels = _decode(value) if isinstance(value, (bytes, memoryview)) else _sample(value)
@@ -46,7 +46,7 @@ def _decode(data: bytes | memoryview) -> AnyArray | None:
 
 
 def _sample(value: Any) -> AnyArray | None:
-    """(h, w, 1 or 3) uint8 pixels, at most SIDE high and wide, by leaving out rows and columns."""
+    """Sample (h, w, 1 or 3) uint8 pixels, at most SIDE high and wide, by leaving out rows and columns."""
     shape = tuple(getattr(value, "shape", ()))
     if len(shape) == 2 and "uint8" in str(value.dtype):
         value, shape = value[None], (1, *shape)
@@ -64,7 +64,7 @@ def _sample(value: Any) -> AnyArray | None:
 
 
 def _to_uint8(pixels: AnyArray) -> AnyArray:
-    """uint8 as it is; 0 to 1 as black to white; others, as of normalised images, from the least to the largest."""
+    """Map pixels to uint8, which stays: 0 to 1 from black to white; others, as of normalised images, by their range."""
     if pixels.dtype == np.uint8:
         return pixels
     numbers = np.nan_to_num(pixels.astype(np.float64))
@@ -76,7 +76,7 @@ def _to_uint8(pixels: AnyArray) -> AnyArray:
 
 
 def _png(pixels: AnyArray) -> bytes:
-    """A PNG of 8-bit grey or RGB pixels (ISO/IEC 15948), rows unfiltered."""
+    """Write a PNG of 8-bit grey or RGB pixels (ISO/IEC 15948), rows unfiltered."""
     height, width, channels = pixels.shape
     rows = np.zeros((height, 1 + width * channels), np.uint8)
     rows[:, 1:] = np.ascontiguousarray(pixels).reshape(height, -1)

@@ -48,7 +48,7 @@ _PACKED: dict[tuple[int, int], bytes] = {}
 class NodeBudget:
     """The places for one host as one process sees them. Its owner, a Limiter, calls it under a lock.
 
-    Mutable state: the places held, the membership, whether others are told that this process waits, and the record as
+    Mutable state: the places held, the membership, whether this process is marked as waiting, and the record as
     it was last read. Where locks fail, every request has a place.
     """
 
@@ -84,12 +84,12 @@ class NodeBudget:
 
     @property
     def limit(self) -> int:
-        """How many requests all processes together may run now."""
+        """The number of requests that all processes together may run now."""
         return int(self._limit)
 
     @property
     def held(self) -> int:
-        """How many places this process has."""
+        """The number of places that this process has."""
         return len(self._held)
 
     def take(self) -> bool:
@@ -135,27 +135,27 @@ class NodeBudget:
             self._leave()
 
     def is_owed(self) -> bool:
-        """Whether a place that comes free is to be given back, although this process has a use for it."""
+        """Return whether a place that comes free must be given back, although this process has a use for it."""
         if not self._held or self._held[-1] >= self.limit:
             return True
         return len(self._held) > self.share() and self.others_wait()
 
     def others_wait(self) -> bool:
-        """Whether another process waits for a place, or did so some milliseconds ago."""
+        """Return whether another process waits for a place, or did so some milliseconds ago."""
         now = time.monotonic()
         if now - self._waits[0] > _WAITS_FOR_S:
             self._waits = (now, self._find_other(_WAITING, _WAITING + 1) is not None)
         return self._waits[1]
 
     def share(self) -> int:
-        """This process's part of the places, if all processes that send requests now have the same."""
+        """Compute this process's part of the places, if all processes that send requests now have the same."""
         now = time.monotonic()
         if now - self._share[0] > _SHARE_FOR_S:
             self._share = (now, max(1, self.limit // self._count_members()))
         return self._share[1]
 
     def tell_waiting(self, *, is_waiting: bool) -> None:
-        """Tell the other processes whether this one waits for a place."""
+        """Mark this process as waiting for a place, or no longer, for the others to see."""
         if is_waiting != self._is_waiting:
             self._is_waiting = is_waiting
             self._lock(fcntl.F_RDLCK if is_waiting else fcntl.F_UNLCK, _WAITING)
@@ -163,7 +163,7 @@ class NodeBudget:
             self._leave()
 
     def cut(self, own_limit: float) -> None:
-        """Halve the number of places, unless somebody did so a moment ago.
+        """Halve the number of places, unless another process did so a moment ago.
 
         ``own_limit``: how many requests this process may run; more places than all processes use are none.
         """
@@ -177,7 +177,7 @@ class NodeBudget:
         self._seen_cut_at = self._cut_at
 
     def grow(self) -> None:
-        """Add a place, unless somebody did so a moment ago; called after a round of ``limit`` successes."""
+        """Add a place, unless another process did so a moment ago; called after a round of ``limit`` successes."""
 
         def add(now: float) -> None:
             if abs(now - self._changed_at) >= GROW_S:
@@ -202,7 +202,7 @@ class NodeBudget:
         return is_news
 
     def _change(self, change: Callable[[float], None]) -> None:
-        """Change the record. Where another process changes it at this moment, nothing is done."""
+        """Change the record; does nothing while another process changes it."""
         if not self._lock(fcntl.F_WRLCK, _RECORD_LOCK):
             return
         try:
@@ -242,11 +242,11 @@ class NodeBudget:
         return True
 
     def _count_members(self) -> int:
-        """How many processes send requests now, or wait to."""
+        """Count the processes that send requests now, or wait to."""
         return 1 + self._count_others(_MEMBERS, _MEMBERS + MOST_PLACES)
 
     def _count_others(self, start: int, stop: int) -> int:
-        """How many locks of one byte others hold there."""
+        """Count the locks of one byte that others hold there."""
         count, ranges = 0, [(start, stop)]
         while ranges:
             start, stop = ranges.pop()
@@ -257,7 +257,7 @@ class NodeBudget:
         return count
 
     def _find_other(self, start: int, stop: int) -> int | None:
-        """A place in a range that another process has locked."""
+        """Find a place in a range that another process has locked."""
         request = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
         try:
             kind, _, found, _, _ = _LOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, request))
@@ -268,7 +268,7 @@ class NodeBudget:
 
 
 def _parse(data: bytes) -> tuple[float, float, float] | None:
-    """Limit, time of the last change, and of the last cut; None for a record that is missing, torn or foreign."""
+    """Parse limit, time of the last change, and of the last cut; None for a record that is missing, torn or foreign."""
     if len(data) != _RECORD.size + _SUM.size:
         return None
     body = data[: _RECORD.size]

@@ -1,6 +1,6 @@
 """The writer of safetensors files: piece by piece, and counted.
 
-The package's own writes through a mapping of the whole file (0.8), so that a watchdog could not tell slow from stuck;
+The package's own writer maps the whole file (0.8), so that a watchdog could not tell slow from stuck;
 before that it copied the model. Source of the format: https://github.com/huggingface/safetensors#format
 """
 
@@ -42,7 +42,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mappi
     """Write tensors on the CPU, and sync the file.
 
     Raises:
-        OSError: the disk does not take them.
+        OSError: the file cannot be written.
         ValueError: the format has no name for a tensor's dtype.
     """
     for name, tensor in tensors.items():

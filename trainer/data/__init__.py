@@ -1,1 +1,1 @@
-"""What a step trains on: batches of any iterable, on the rank's device, cut and shared."""
+"""The batches that a step trains on: of any iterable, on the rank's device, cut and shared."""

@@ -83,7 +83,7 @@ class ArrayLoader:
 
     @property
     def steps_left(self) -> int:
-        """Batches from here to the epoch's end."""
+        """Count the batches from here to the epoch's end."""
         whole, rest = divmod(self._rows - self._consumed, self.global_batch_size)
         return whole + (rest > 0 and self._last_batch != "drop")
 
@@ -152,9 +152,9 @@ class ArrayLoader:
         self._skip_end()
 
     def skip_batches(self, count: int) -> None:
-        """Go on ``count`` global batches further, past an epoch's end in the next epoch, as if that state were loaded.
+        """Skip ``count`` global batches, past an epoch's end into the next epoch, as if that state were loaded.
 
-        A running pass goes on from there, or ends if that is in another epoch, whose end is then not told by a pass.
+        A running pass continues there, or ends if that is in another epoch, whose end no pass then reports.
         """
         check_range("count", count, low=0)
         self._skip_end()

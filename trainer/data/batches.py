@@ -1,4 +1,4 @@
-"""What the trainer knows of a batch: nested mappings and sequences of tensors, and penstock's two marks."""
+"""Batches as the trainer sees them: nested mappings and sequences of tensors, and penstock's two marks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IDS = "__id__"  # (rows,) int64: sample ids; of packed sequences (rows, most), f
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``; tensors that are there already, and other values, are not copied.
+    """Move a batch's tensors to ``device``; tensors that are there already, and other values, are not copied.
 
     To a CUDA device they are copied from pinned memory and on a stream of their own, for which the current one waits:
     from other memory CUDA copies once the current stream is idle, and the host waits for that.
@@ -56,14 +56,14 @@ def _map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def find_rows(batch: Any) -> int:
-    """How many rows a batch has, with those of padding: as many as its first field that goes by rows."""
+    """Count the rows of a batch, with those of padding: as many as its first field that goes by rows."""
     return known_rows(batch) or 0
 
 
 def find_doubt(batch: Any) -> str | None:
-    """What of a batch may be a sample, or a row, after another as well as fields, in words; None where it is certain.
+    """Name the part of a batch that may be samples or rows as well as fields; None where it is certain.
 
-    A list or tuple of samples, or a field that is a tuple of rows. It is certain that nested tuples are of fields where
+    It may be a list or tuple of samples, or a field that is a tuple of rows. Nested tuples are surely of fields where
     what they hold has as many rows as the fields that are no tuples.
     """
     if _is_of_samples(batch):
@@ -77,17 +77,17 @@ def find_doubt(batch: Any) -> str | None:
 
 
 def known_rows(batch: Any) -> int | None:
-    """As ``find_rows``; None where no field goes by rows, as in an object of a class that is not known here.
+    """Count rows as ``find_rows`` does; None where no field goes by rows, as in an object of an unknown class.
 
-    Where ``find_doubt`` has a doubt, what is more likely.
+    Where ``find_doubt`` has a doubt, returns the more likely number.
     """
     fields = [field for _, field in _name_fields(batch)]
     tuples = [field for field in fields if _is_of_rows(field)]
     if _is_of_samples(batch) and len(tuples) < len(fields):
         return len(batch)
-    told = next((rows for field in fields if not _is_of_rows(field) and (rows := _rows_of(field)) is not None), None)
-    if told is not None or not tuples:
-        return told
+    counted = next((rows for field in fields if not _is_of_rows(field) and (rows := _rows_of(field)) is not None), None)
+    if counted is not None or not tuples:
+        return counted
     leaves = [set(_leaves(field)) for field in tuples]
     if all(leaves) and len(set().union(*leaves)) == 1:  # as fields, each with all rows
         return leaves[0].pop()
@@ -95,7 +95,7 @@ def known_rows(batch: Any) -> int | None:
 
 
 def has_rows(value: Any) -> bool:
-    """Whether a value is a row after another, of which slices are some: a tensor, an array, a list, or the like."""
+    """Return whether a value consists of rows that slices cut: a tensor, an array, a list, or the like."""
     shape = getattr(value, "shape", None)
     if shape is not None:
         return len(shape) > 0
@@ -104,7 +104,7 @@ def has_rows(value: Any) -> bool:
 
 
 def _rows_of(field: Any) -> int | None:
-    """The rows of a field; None where it has none, as numbers and text."""
+    """Count the rows of a field; None where it has none, as numbers and text."""
     if isinstance(field, Mapping | tuple):  # nested fields, or bytes of rows laid end to end, which say how many
         nested = field.values() if isinstance(field, Mapping) else field
         known: int | None = getattr(field, "num_rows", None)
@@ -113,14 +113,14 @@ def _rows_of(field: Any) -> int | None:
 
 
 def _name_fields(batch: Any) -> list[tuple[str, Any]]:
-    """A mapping's values or a sequence's items, and what to append to the batch's name for each."""
+    """List a mapping's values or a sequence's items, with what to append to the batch's name for each."""
     if isinstance(batch, Mapping):
         return [(f"[{key!r}]", field) for key, field in batch.items()]
     return [(f"[{i}]", field) for i, field in enumerate(batch)] if isinstance(batch, (list, tuple)) else [("", batch)]
 
 
 def _is_of_samples(batch: Any) -> bool:
-    """Whether a list or tuple holds mappings or tuples alone, which have the same fields of the same kinds."""
+    """Return whether a list or tuple holds only mappings or tuples with the same fields of the same kinds."""
     if type(batch) not in (list, tuple) or not all(isinstance(one, Mapping | tuple) for one in batch):
         return False
     kinds = {
@@ -135,12 +135,12 @@ def _is_of_samples(batch: Any) -> bool:
 
 
 def _is_of_rows(field: Any) -> bool:
-    """Whether a field is a plain tuple of values of one kind."""
+    """Return whether a field is a plain tuple of values of one kind."""
     return type(field) is tuple and len(set(map(type, field))) == 1
 
 
 def _leaves(field: Any) -> list[int]:
-    """The rows of all that goes by rows in nested fields."""
+    """List the rows of all that goes by rows in nested fields."""
     if isinstance(field, Mapping | tuple) and not hasattr(field, "num_rows"):
         nested = field.values() if isinstance(field, Mapping) else field
         return [rows for one in nested for rows in _leaves(one)]
@@ -149,9 +149,9 @@ def _leaves(field: Any) -> list[int]:
 
 
 def count_rows(batch: Any) -> int | torch.Tensor:
-    """How many rows of a batch are samples: those marked valid, or all.
+    """Count the rows of a batch that are samples: those marked valid, or all.
 
-    A 0-dim tensor where the marks are on a device, which is not waited for.
+    Returns a 0-dim tensor where the marks are on a device, which is not waited for.
     """
     if isinstance(batch, Mapping) and VALID in batch:
         valid = torch.as_tensor(batch[VALID]).sum()
@@ -160,7 +160,7 @@ def count_rows(batch: Any) -> int | torch.Tensor:
 
 
 def sample_ids(batch: Any) -> list[int] | None:
-    """The ids of the batch's samples, if the loader added them (``with_ids=True``)."""
+    """List the ids of the batch's samples, if the loader added them (``with_ids=True``)."""
     if not (isinstance(batch, Mapping) and IDS in batch):
         return None
     ids = torch.as_tensor(batch[IDS])

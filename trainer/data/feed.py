@@ -1,4 +1,4 @@
-"""Where microbatches come from: the loader's epochs, one after another, and its position in them."""
+"""The source of microbatches: the loader's epochs, one after another, and its position in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Feed:
     The microbatches of a step are taken before it begins, so that the loader's position after the step is exact.
     With ``ends_apart`` the ranks agree on each step's number of microbatches, and ``left_out`` counts the batches of
     the epoch that only some ranks had. All mutable state besides the loader's: the epoch's iterator, that count, the
-    batches given of this epoch since it was begun or resumed, all that were taken of it where that is known, the last
+    batches given of this epoch since it was begun or resumed, all batches taken of it if known, the last
     batch's epoch, and whether an epoch just ended.
     """
 
@@ -43,27 +43,27 @@ class Feed:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the loader can resume at the exact sample."""
+        """Return whether the loader can resume at the exact sample."""
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
 
     @property
     def seems_over(self) -> bool:
-        """Whether all batches of an epoch are taken, by the loader's length, and its end is not: ``take`` finds it."""
+        """Return whether all batches of an epoch are taken by the loader's length, but not its end; ``take`` does."""
         return self._epoch_is_over or (self._batches is not None and self._taken == self._length is not None)
 
     def expect(
         self, length: int | None, check_end: Callable[[int, int], None], leaves_steps: Callable[[int, int], bool]
     ) -> None:
-        """Expect so many batches of an epoch.
+        """Expect ``length`` batches in each epoch; None: the ranks may end apart.
 
-        ``check_end`` is told how many were given, and the length, where there were fewer and ``leaves_steps`` says so
+        ``check_end`` gets the number given, and the length, where there were fewer and ``leaves_steps`` says so
         of the epoch and of the batches that are there for a step.
         """
         self.ends_apart, self._length = length is None, length
         self._check_end, self._leaves_steps = check_end, leaves_steps
 
     def take(self, epoch: int) -> list[Any]:
-        """The microbatches of the next step, on the device: fewer at the epoch's end, and none once after it.
+        """Take the microbatches of the next step, on the device: fewer at the epoch's end, and none once after it.
 
         Where the ranks' iterables may end apart, this is a collective, and the epoch ends with the first of them.
 
@@ -103,7 +103,7 @@ class Feed:
         return []
 
     def find_end(self, epoch: int) -> bool:
-        """Whether the epoch that seems over is over: then its end was taken. A batch too many is the next step's."""
+        """Return whether an epoch that seems over is over, and take its end. A batch too many is the next step's."""
         if not self.seems_over:
             return False
         for batch in self._batches or ():
@@ -112,11 +112,11 @@ class Feed:
         return not self.take(epoch)
 
     def skip(self, steps: int, epoch: int, draws: Callable[[], None] = lambda: None) -> int:
-        """Go on after the batches of that many more steps; returns how many epochs ended among them.
+        """Skip the batches of that many more steps; returns how many epochs ended among them.
 
         A step has fewer batches at an epoch's end. A loader that has ``skip_batches`` and an ``epoch`` does not read
         them. Of others, of penstock's where it ``drops_samples``, and where ranks may end apart, they are drawn, which
-        ``draws`` is told before each step; a collective where ``take`` is one.
+        ``draws`` is called before each step; a collective where ``take`` is one.
         """
         if not steps:
             return 0
@@ -164,9 +164,9 @@ class Feed:
                 return
 
     def _batches_left(self, taken: int | None) -> float | None:
-        """Batches up to the epoch's end, or in the next one where none is left; of an endless one infinity.
+        """Count the batches up to the epoch's end, or in the next one where none is left; infinity if it is endless.
 
-        None where the loader does not say. ``taken`` are those that were taken of the epoch, where that is known.
+        Returns None where the loader does not say. ``taken`` counts those taken of the epoch, where that is known.
         """
         loader: Any = self.loader
         try:
@@ -183,7 +183,7 @@ class Feed:
         return None if taken is None else whole - taken if taken < whole else whole
 
     def tell_limits(self, note: Callable[[str], None]) -> None:
-        """Note what cannot be promised of a loader without a state."""
+        """Note the guarantees that a loader without a state cannot give."""
         if not self.is_exact:
             note(
                 f"loader={type(self.loader).__name__} has no state_dict: a resumed run starts its epoch over, so that "
@@ -191,7 +191,7 @@ class Feed:
             )
 
     def tell_left_out(self, epoch: int, note: Callable[[str], None]) -> None:
-        """Note, at an epoch's end, what only some ranks had."""
+        """Note, at an epoch's end, the batches that only some ranks had."""
         if self.left_out:
             note(
                 f"epoch {epoch}: the ranks' iterables ended apart; at least {self.left_out} batches that only some "
@@ -199,7 +199,7 @@ class Feed:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state if it has one, the epoch of its last batch, and whether the caller saw its end."""
+        """Save the loader's state if it has one, the epoch of its last batch, and whether the caller saw its end."""
         if not self.is_exact:
             return {"loader": None}
         return {
@@ -211,7 +211,7 @@ class Feed:
         }
 
     def gather_state(self) -> dict[str, Any]:
-        """The state to save: this rank's where all ranks' agree, else ``{"ranks": [...]}`` with each; a collective."""
+        """Gather the state to save: this rank's if all agree, else ``{"ranks": [...]}`` with each; a collective."""
         own = self.state_dict()
         if not self.is_exact or self._world.world_size == 1:
             return own
@@ -220,7 +220,7 @@ class Feed:
         return own if all(state == everywhere[0] for state in everywhere) else {"ranks": everywhere}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` or ``gather_state`` returned.
+        """Continue from a state of ``state_dict`` or ``gather_state``.
 
         Raises:
             TrainerConfigError: each rank's loader had a state of its own, on another number of ranks.
@@ -237,7 +237,7 @@ class Feed:
         self._epoch_is_over = ended and not state["end_was_told"]
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Tell the epoch to what shuffles by it: a loader without a position, and a torch DataLoader's parts."""
+        """Pass the epoch to what shuffles by it: a loader without a position, and a torch DataLoader's parts."""
         self.left_out = self._given = 0
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         parts = [getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]

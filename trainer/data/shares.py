@@ -30,7 +30,7 @@ def check_speed_shares(parallel: ParallelConfig) -> None:
 
 
 def blend_weights(old: Sequence[float], speeds: Sequence[float]) -> list[float]:
-    """New weights of mean 1: half the old ones, half in proportion to speed, none below a tenth of the mean.
+    """Compute new weights of mean 1: half the old ones, half in proportion to speed, none below a tenth of the mean.
 
     Speeds are samples per second of computing. A rank that computed nothing (speed 0) keeps its weight.
     """

@@ -1,4 +1,4 @@
-"""How far training has come: counters that go into every checkpoint and do not depend on the ranks."""
+"""Progress of training: counters that go into every checkpoint and do not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _KEPT_ENDS = 1024
 
 @dataclass(kw_only=True)
 class Counts:
-    """What a run has added up: updates are the steps that changed the weights, ``best`` is the best metric so far.
+    """Totals of a run: updates are the steps that changed the weights, ``best`` is the best metric so far.
 
-    After a rewind these are the counts of the checkpoint, but for ``rewinds``.
+    After a rewind these are the counts of the checkpoint, except ``rewinds``.
     """
 
     updates: int = 0
@@ -35,7 +35,7 @@ class Counts:
 
 @dataclass(kw_only=True)
 class Progress(Counts):
-    """Where a run is: the global batches and the epochs that it has consumed, its counts, and what is due."""
+    """The place of a run: the global batches and the epochs that it has consumed, its counts, and what is due."""
 
     step: int = 0
     epoch: int = 0
@@ -60,9 +60,9 @@ class Progress(Counts):
         self.non_finite += result.outcome == "non-finite"
 
     def judge_by(self, metric: str, good_end: str | None) -> str | None:
-        """Judge by a metric from now on; what was found by another one is forgotten, and returned in words."""
+        """Judge by a metric from now on; forget the best of another one, and return a note of it."""
         before, self.judged_by, self.good_end = (self.judged_by, self.good_end), metric, good_end
-        is_known = before != (None, None)  # states of older releases do not tell
+        is_known = before != (None, None)  # states of older releases lack it
         if not is_known or before == (metric, good_end) or (self.best is None and not self.evaluations_without_better):
             return None
         best = "" if self.best is None else f", {self.best} of step {self.best_step},"
@@ -92,7 +92,7 @@ class Progress(Counts):
         return metric > than if self.good_end == "max" else metric < than
 
     def counts(self) -> dict[str, Any]:
-        """The counts alone, by name."""
+        """Collect the counts alone, by name."""
         return {entry.name: getattr(self, entry.name) for entry in fields(Counts)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,9 +128,9 @@ class Summary(Counts):
 
 
 class Pace:
-    """Seconds of a step over the newer half of the steps since training began, for how long the others will take.
+    """Seconds of a step over the newer half of the steps since training began, to estimate the remaining time.
 
-    Half a run has evaluations and saves about as often as what comes, which the steps of one record have not; and the
+    Half a run has evaluations and saves about as often as its rest, which the steps of one record have not; and the
     slow first steps are soon not among them.
     """
 
@@ -153,7 +153,7 @@ class Pace:
 
 
 class Window:
-    """The steps since the last record: sums, and this rank's times. What a step left on the device is read late."""
+    """The steps since the last record: sums, and this rank's times. Results on a device are read late."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.steps = 0
@@ -179,16 +179,16 @@ class Window:
 
     @property
     def loss(self) -> float:
-        """The mean over all samples or tokens of the steps with a finite loss."""
+        """Compute the mean over all samples or tokens of the steps with a finite loss."""
         return float(self._loss_sum) / self._count if self._count else math.nan
 
     @property
     def seconds(self) -> float:
-        """Seconds since the last record."""
+        """Measure the seconds since the last record."""
         return max(self._stopwatch.total_s - self._started_s, 1e-9)
 
     def describe(self, compute: Compute | None = None) -> dict[str, float | int | str | None]:
-        """The record's values; ``compute`` adds what the devices computed. Waits for the device where it must."""
+        """Make the record's values; ``compute`` adds what the devices computed. Waits for the device where it must."""
         phases = self._phase_seconds()
         wall_s = self.seconds
         found: dict[str, float | int | str | None] = {

@@ -1,7 +1,7 @@
-"""JPEGs to pixels on a CUDA device: what a decoder of whole batches must do, and the one that torchcodec brings.
+"""JPEGs to pixels on a CUDA device: the interface of batch decoders, and the one that torchcodec brings.
 
-nvJPEG's hardware engine does not wait for what is queued on the stream that it is given: it may write into memory that
-queued kernels still read (meta-pytorch/torchcodec#1634). So whoever calls ``decode`` first waits until the lane is
+nvJPEG's hardware engine does not wait for kernels queued on the stream that it is given: it may write into memory that
+these still read (meta-pytorch/torchcodec#1634). So callers of ``decode`` first wait until the lane is
 idle, and every lane is left idle.
 """
 
@@ -31,7 +31,7 @@ class DeviceCodec(Protocol):
     def device(self) -> torch.device: ...
 
     def lane(self) -> AbstractContextManager[Wait]:
-        """A stream of its own, current in the calling thread, on which nothing is left to do.
+        """Enter an idle stream of its own, which is the calling thread's current one.
 
         Gives a function that waits, without the GIL, until all work queued on it is done. Waits for a lane to be free:
         there are few, which bounds the memory of images that are being decoded.
@@ -39,7 +39,7 @@ class DeviceCodec(Protocol):
         ...
 
     def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The (3, height, width) uint8 RGB images, on the device, of JPEGs in 1-D uint8 tensors in host memory.
+        """Decode JPEGs in 1-D uint8 tensors in host memory to (3, height, width) uint8 RGB images on the device.
 
         Raises:
             RuntimeError: one of them cannot be decoded, and so none is.
@@ -83,7 +83,7 @@ def _wait_for(stream: torch.cuda.Stream) -> None:
 
 
 def open_codec(device: torch.device | None) -> DeviceCodec:
-    """The codec of a loader's device; one a process and device.
+    """Open the codec of a loader's device; one a process and device.
 
     Raises:
         ConfigError: the loader hands out batches in host memory, or nothing here decodes JPEGs on the device; says what

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from .device_codec import DeviceCodec, Wait
     from .images import ImageDecoder, ImagePlan
 
-# What lies on the device at once, by lane: bytes of whole and of resized images, and their number.
+# Limits of the images on the device at once, by lane: bytes of whole and of resized ones, and their number.
 _GROUP_BYTES = 256 << 20
 _GROUP_IMAGES = 128
 _MOST_SHRINKING = 8  # libjpeg decodes at an eighth then; the device would decode all of it
 _EXIF_NAME_BYTES = 4
-# What says nothing of an image. Both are RuntimeErrors, as what a codec raises of one.
+# Errors that no image causes. Both are RuntimeErrors, as are a codec's errors of an image.
 _FATAL = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-_told: set[torch.device] = set()  # devices of which it was said that they refuse images
+_refusing: set[torch.device] = set()  # devices whose refusals were warned of
 
 
 class DeviceFallbackWarning(UserWarning):
@@ -54,7 +54,7 @@ class _Planned:
 
 
 def _copy_together(planned: Sequence[_Planned]) -> list[torch.Tensor]:
-    """The JPEGs in one piece of memory of their own."""
+    """Copy the JPEGs into one piece of memory."""
     sizes = [len(one.data) for one in planned]
     whole = np.empty(sum(sizes), np.uint8)
     room, at = whole.data, 0
@@ -69,7 +69,7 @@ class DeviceImages(BatchValues):
 
     ``prepare`` chooses region and flip by the sample's generator exactly as the decoder does on the CPU. All work is
     done on a lane of the codec's, and is over when ``decode`` returns, so that any stream may read the pixels then.
-    Rows that could not be decoded hold anything. ``explain`` makes an error of a field's bytes and what was raised.
+    Rows that failed hold arbitrary pixels. ``explain`` makes an error of a field's bytes and the exception.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DeviceImages(BatchValues):
         return failed
 
     def _upload(self) -> None:
-        """Copy what was decoded on the CPU."""
+        """Copy the images that the CPU decoded."""
         if self._on_host:
             rows = sorted(self._on_host)
             pixels = torch.from_numpy(np.stack([self._on_host[row] for row in rows]))
@@ -155,7 +155,7 @@ class DeviceImages(BatchValues):
 
     def _decode_group(self, rows: list[int], wait: Wait) -> list[tuple[int, Exception]]:
         streams = _copy_together([self._planned[row] for row in rows])
-        wait()  # see device_codec: what is queued may still read memory that the images are about to get
+        wait()  # see device_codec: queued kernels may still read memory that the images are about to get
         try:
             images = self._codec.decode(streams)
         except _FATAL:
@@ -199,15 +199,15 @@ class DeviceImages(BatchValues):
             self._pixels[_on_device(rows, self._pixels.device)] = pixels
 
     def _give_to_host(self, row: int, why: str) -> list[tuple[int, Exception]]:
-        """Have the CPU decode what the device refused: it decodes it, or says what is wrong with it."""
+        """Have the CPU decode an image that the device refused; return the error if it fails too."""
         planned = self._planned[row]
         try:
             self._on_host[row] = self._decode_on_host(planned.data, planned.plan, None)
         except (DecodeError, MemoryError) as exc:
             return [(row, self._explain(planned.data, exc))]
         device = self._codec.device
-        if device not in _told:
-            _told.add(device)
+        if device not in _refusing:
+            _refusing.add(device)
             warnings.warn(
                 f"a JPEG of {planned.plan.width}x{planned.plan.height} that the CPU can decode was refused on {device} "
                 f"({why}). It is decoded on the CPU, as are others like it; this is said once",
@@ -231,13 +231,13 @@ class DeviceImages(BatchValues):
 
 
 def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A tensor of them, for which the host does not wait."""
+    """Make a tensor of numbers on the device, without the host waiting."""
     made = torch.tensor(numbers)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def _cut(image: torch.Tensor, plan: ImagePlan, shape: tuple[int, int, int]) -> torch.Tensor:
-    """The plan's region of a (3, h, w) uint8 image, as (3, height, width) float32: bilinear, antialiased."""
+    """Cut the plan's region out of a (3, h, w) uint8 image, as (3, height, width) float32: bilinear, antialiased."""
     region = plan.region
     part = image[:, region.top : region.top + region.height, region.left : region.left + region.width]
     whole = part.unsqueeze(0).to(torch.float32)

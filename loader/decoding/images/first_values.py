@@ -1,4 +1,4 @@
-"""Whether a field whose name says nothing holds images: told by its first value, which is the same on every rank."""
+"""Detection of images in fields whose name says nothing, by their first value: the same on every rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ImageFields:
         self._lock = threading.Lock()
 
     def __call__(self, name: str) -> bool:
-        """Whether the field holds images. Raises StorageError where a chunk cannot be fetched."""
+        """Return whether the field holds images. Raises StorageError where a chunk cannot be fetched."""
         with self._lock:
             if name not in self._answers:
                 self._look(name)

@@ -1,4 +1,4 @@
-"""What is told of an image by its header, and refused by it before memory is taken."""
+"""Checks of an image's header, before memory is taken for its pixels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...errors import DecodeError
 from .jpeg_stream import jpeg_size
 from .kind import image_kind
 
-# A block of 8x8 pixels takes a bit of a JPEG at the least. What a smaller JPEG lacks is found while it is decoded.
+# A block of 8x8 pixels takes a bit of a JPEG at the least. A smaller JPEG fails when it is decoded.
 _JPEG_PIXELS_PER_BYTE = 8 * 64
 _SMALL_PIXELS = 1 << 24
 # A header that claims more pixels than this counts as damage, or as an attack on the machine's memory.
@@ -18,7 +18,7 @@ _UNUSUAL_SAMPLING = "subsampling level"
 
 
 def read_header(data: bytes | memoryview) -> tuple[int, int, bool]:
-    """Height, width and whether simplejpeg reads it; (0, 0, False) for what is no JPEG.
+    """Read height, width and whether simplejpeg can decode it; (0, 0, False) if it is not a JPEG.
 
     Raises:
         DecodeError: a JPEG's header is damaged, or claims too many pixels.

@@ -85,8 +85,9 @@ class ImageDecoder:
     within half a pixel of the output.
 
     ``device="cuda"`` has a loader's batches decoded on the loader's device: JPEGs by nvJPEG, as whole images of which
-    the same regions as ever are cut, resized with an antialiased bilinear filter, and flipped there. PNGs, progressive
-    and CMYK JPEGs and others are decoded on the CPU, and copied. A call of the decoder itself stays on the CPU.
+    the same regions as on the CPU are cut, resized with an antialiased bilinear filter, and flipped there. PNGs,
+    progressive and CMYK JPEGs and others are decoded on the CPU, and copied. A call of the decoder itself stays on the
+    CPU.
 
     An instance holds no mutable state; any number of threads may use it, and the heavy calls release the GIL.
     """
@@ -133,7 +134,7 @@ class ImageDecoder:
 
     @property
     def takes_rng(self) -> bool:
-        """Whether decoding draws random numbers; if not, ``rng`` may be None."""
+        """Return whether decoding draws random numbers; if not, ``rng`` may be None."""
         return self.crop == "random" or 0 < self.flip < 1
 
     @property
@@ -184,7 +185,7 @@ class ImageDecoder:
             _flip(out)
 
     def plan(self, data: bytes | memoryview, rng: np.random.Generator | None) -> ImagePlan | None:
-        """What will be done to a JPEG, by its header; draws what is random. None, and nothing drawn, for all others.
+        """Plan the decoding of a JPEG by its header, and draw its random numbers; None, drawing nothing, for others.
 
         Raises:
             DecodeError: the header is damaged, or claims too many pixels.
@@ -223,7 +224,7 @@ def _needed(rng: np.random.Generator | None) -> np.random.Generator:
 
 
 def _choose_reduction(region: Region, shape: tuple[int, int, int]) -> int:
-    """The largest of 8, 4, 2, 1 by which the region may shrink in decoding and still be larger than ``shape``.
+    """Choose the largest of 8, 4, 2, 1 by which the region may shrink in decoding and stay larger than ``shape``.
 
     libjpeg can scale by any eighth, but only these have SIMD code; the others take longer than full size does.
     """
@@ -232,7 +233,7 @@ def _choose_reduction(region: Region, shape: tuple[int, int, int]) -> int:
 
 
 def _decode_part(data: bytes | memoryview, plan: ImagePlan, shape: tuple[int, int, int]) -> Pixels:
-    """The plan's region of a JPEG, perhaps reduced.
+    """Decode the plan's region of a JPEG, perhaps reduced.
 
     Reduced ones are decoded whole: warnings decide on their size, and those below the region would go unseen.
     """
@@ -279,7 +280,7 @@ def _decode_other(data: bytes | memoryview) -> Pixels:
 
 
 def _cut(pixels: Pixels, region: Region, height: int, width: int) -> Pixels:
-    """The view of ``region``, in pixels of the full (height, width) image, in its perhaps reduced ``pixels``."""
+    """View ``region``, in pixels of the full (height, width) image, in its perhaps reduced ``pixels``."""
     part = scale_region(region, pixels.shape[0] / height, pixels.shape[1] / width)
     return pixels[part.top : part.top + part.height, part.left : part.left + part.width]
 
@@ -309,7 +310,7 @@ def _resample(source: Pixels, out: Pixels) -> None:
 
 
 def _blur(ratio: float) -> tuple[int, float]:
-    """Kernel length and sigma of the blur before sampling every ``ratio``-th pixel; length 1 does nothing.
+    """Choose kernel length and sigma of the blur before sampling every ``ratio``-th pixel; length 1 does nothing.
 
     Up to 2.1 three taps suffice. Their outer weight is fitted to come closest to PIL's filter on photographs and noise;
     what the variances of the two filters say, (r^2 - 1)/12, costs up to 4 dB. Above, the variance is (r^2 - 1)/6.

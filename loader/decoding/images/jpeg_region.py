@@ -25,12 +25,12 @@ _LEAST_PIXELS = 128 * 128
 
 
 def decode_region(data: bytes | memoryview, height: int, width: int, region: Region) -> Pixels | None:
-    """(h, w, 3) uint8 RGB of ``region`` of a JPEG of (height, width); None where that image is to be decoded whole.
+    """Decode ``region`` of a JPEG of (height, width) to (h, w, 3) uint8 RGB; None if it must be decoded whole.
 
-    So it is where the region is nearly all of it, where no library is found (see ``find_turbojpeg``), and where the
+    It must where the region is nearly all of it, where no library is found (see ``find_turbojpeg``), and where the
     JPEG is not of the most usual kind: baseline, YCbCr, in one scan, and with an end. (Libraries that are around have
-    known faults with other kinds.) Damage below the region is not seen. Any error and any warning of what is read
-    leaves it to the whole decoding to say what is wrong.
+    known faults with other kinds.) Damage below the region is not seen. After any error or warning,
+    the image is decoded whole, which reports the damage.
     """
     if height * width < _LEAST_PIXELS or region.height * region.width > _LARGEST_SHARE * height * width:
         return None
@@ -52,13 +52,13 @@ def _decode(
 
 
 def _cut(pixels: Pixels, region: Region, top: int, left: int) -> Pixels:
-    """The view of ``region`` in pixels that begin at (top, left)."""
+    """View ``region`` in pixels that begin at (top, left)."""
     return pixels[region.top - top :, region.left - left :][: region.height, : region.width]
 
 
 @functools.cache
 def exact_library() -> TurboJpeg | None:
-    """The library that regions are decoded by; None where there is none, or its pixels are not those of simplejpeg's.
+    """Find the library to decode regions with; None without one, or where its pixels differ from simplejpeg's.
 
     Raises:
         ConfigError: the environment names a library that cannot be used.
@@ -74,7 +74,7 @@ def exact_library() -> TurboJpeg | None:
 
 
 def _agrees(library: TurboJpeg) -> bool:
-    """Whether both decode the same pixels of a made-up image: a library may be built in another way, or be wrong."""
+    """Return whether both decode a made-up image alike: a library may be built in another way, or be wrong."""
     import simplejpeg  # of an extra: images.py says so where it is missing
 
     height, width = 61, 93

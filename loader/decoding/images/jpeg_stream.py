@@ -1,4 +1,4 @@
-"""What a JPEG says of itself before its pixels: whether a decoder for plain JPEGs on a device may be given it.
+"""Headers of JPEGs: the check that a decoder for plain JPEGs on a device can take one.
 
 Markers are those of ITU-T T.81, table B.1.
 """
@@ -42,7 +42,7 @@ class PlainJpeg:
 
 
 def plain_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
-    """What the header says; None where it is no such JPEG, is cut short, or its segments do not follow each other."""
+    """Parse the header; None for any other JPEG, one cut short, or with bytes between its segments."""
     try:
         return _walk(data)
     except (struct.error, IndexError):
@@ -50,7 +50,7 @@ def plain_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
 
 
 def is_dct(data: bytes | memoryview) -> bool:
-    """Whether libjpeg can decode a JPEG at a part of its size; False, too, where its header is not understood.
+    """Return whether libjpeg can decode a JPEG at reduced size; False, too, where its header is not understood.
 
     A lossless one has no such form: some decoders then write all of it into room for the part.
     """
@@ -59,13 +59,13 @@ def is_dct(data: bytes | memoryview) -> bool:
 
 
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int] | None:
-    """Height and width by a JPEG's frame, whatever its kind; None where it has none."""
+    """Read height and width from a JPEG's frame, whatever its kind; None without one."""
     at = _find_frame(data)
     return None if at is None or at + 8 > len(data) else struct.unpack_from(">HH", data, at + 4)
 
 
 def _find_frame(data: bytes | memoryview) -> int | None:
-    """Where the marker of the frame is that libjpeg finds, which passes over bytes between segments."""
+    """Find the marker of the frame that libjpeg finds, which skips bytes between segments."""
     at = len(_START)
     try:
         for _ in range(_MOST_SEGMENTS):
@@ -116,7 +116,7 @@ def _walk(data: bytes | memoryview) -> PlainJpeg | None:
 
 
 def _read_tables(segment: bytes, kind: int) -> list[int]:
-    """The tables that a segment defines: ``kind``, of its marker, and their number, of Huffman codes with the class."""
+    """List the tables that a segment defines: ``kind``, of its marker, and number; of Huffman codes with the class."""
     found, at = [], 0
     while at < len(segment):
         head = segment[at]
@@ -130,7 +130,7 @@ def _read_tables(segment: bytes, kind: int) -> list[int]:
 
 
 def _scan_tables(data: bytes | memoryview, at: int) -> list[int]:
-    """The Huffman tables, as in ``_read_tables``, that a scan of three components names: for DC (class 0) and AC."""
+    """List the Huffman tables, as in ``_read_tables``, of a scan of three components: for DC (class 0) and AC."""
     named = data[at + 2], data[at + 4], data[at + 6]
     return [_HUFFMAN << 8 | table for one in named for table in (one >> 4, 16 | one & 15)]
 
@@ -139,7 +139,7 @@ _Frame = tuple[int, int, tuple[int, int], list[int]]
 
 
 def _read_frame(data: bytes | memoryview, at: int) -> _Frame | None:
-    """Height, width, sampling and quantization tables of a frame of three 8-bit components.
+    """Read height, width, sampling and quantization tables of a frame of three 8-bit components.
 
     The first alone is sampled more finely.
     """
@@ -154,5 +154,5 @@ def _read_frame(data: bytes | memoryview, at: int) -> _Frame | None:
 
 
 def _is_other_colour(data: bytes | memoryview, at: int, length: int) -> bool:
-    """Whether an Adobe segment says that the pixels are not YCbCr."""
+    """Return whether an Adobe segment says that the pixels are not YCbCr."""
     return bytes(data[at : at + len(_ADOBE)]) == _ADOBE and (length < 14 or data[at + 11] != _ADOBE_YCC)

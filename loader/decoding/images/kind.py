@@ -1,4 +1,4 @@
-"""Which image format some bytes are in, told by how they begin, and how large the image is by its header."""
+"""Image formats, recognised by their first bytes, and the size that a header states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MULTIPLIED, _UNMULTIPLIED = 1, 2  # what ExtraSamples says of colours beside al
 
 
 def image_kind(data: bytes | memoryview) -> ImageKind | None:
-    """The format that ``data`` begins as; None if it is none of these. Reads 12 bytes at most and decodes nothing."""
+    """Recognise the format of ``data``; None for any other. Reads 12 bytes at most and decodes nothing."""
     head = bytes(data[:_HEAD_BYTES])
     if head.startswith(_JPEG):
         return "jpeg"
@@ -32,7 +32,7 @@ def image_kind(data: bytes | memoryview) -> ImageKind | None:
 
 
 def image_size(data: bytes | memoryview) -> tuple[int, int] | None:
-    """(height, width) by the header of a PNG, WebP, BMP, GIF or TIFF; None where it is none of these, or cut short."""
+    """Read (height, width) from the header of a PNG, WebP, BMP, GIF or TIFF; None for others, or one cut short."""
     head = bytes(data[:_SIZED_BYTES])
     try:
         if head.startswith(_PNG):
@@ -54,7 +54,7 @@ def image_size(data: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def _webp_size(head: bytes) -> tuple[int, int]:
-    """Width and height by RFC 9649, sections 2.5 to 2.7 (and RFC 6386, section 9.1, for the lossy form)."""
+    """Read width and height by RFC 9649, sections 2.5 to 2.7 (and RFC 6386, section 9.1, for the lossy form)."""
     form = head[12:16]
     if form == b"VP8X":
         low_high = struct.unpack_from("<HBHB", head, 24)
@@ -69,9 +69,9 @@ def _webp_size(head: bytes) -> tuple[int, int]:
 
 
 def keep_tiff_colours(data: bytes | memoryview) -> bytes | memoryview | bytearray:
-    """``data``, but of a TIFF whose colours a reader would multiply by its alpha a copy of which it will not.
+    """Return ``data``, or a copy of a TIFF whose colours a reader would otherwise multiply by its alpha.
 
-    It says of its alpha that the colours were multiplied by it already (TIFF 6.0, section 18).
+    The copy says that its colours are premultiplied already (TIFF 6.0, section 18).
     """
     order = _TIFF_ORDER.get(bytes(data[:4]))
     if order is None:
@@ -89,7 +89,7 @@ def keep_tiff_colours(data: bytes | memoryview) -> bytes | memoryview | bytearra
 
 
 def _tiff_size(data: bytes | memoryview, order: str) -> tuple[int, int]:
-    """Width and height of the first image."""
+    """Read width and height of the first image."""
     found = {}
     for entry, tag, kind in _tiff_entries(data, order):
         if tag in (_TIFF_WIDTH, _TIFF_HEIGHT) and kind in (_TIFF_SHORT, _TIFF_LONG):
@@ -98,7 +98,7 @@ def _tiff_size(data: bytes | memoryview, order: str) -> tuple[int, int]:
 
 
 def _tiff_entries(data: bytes | memoryview, order: str) -> Iterator[tuple[int, int, int]]:
-    """Place, tag and type of each entry of the first image's directory (TIFF 6.0, section 2)."""
+    """Yield place, tag and type of each entry of the first image's directory (TIFF 6.0, section 2)."""
     (at,) = struct.unpack_from(f"{order}I", data, 4)
     (count,) = struct.unpack_from(f"{order}H", data, at)
     for entry in range(at + 2, at + 2 + 12 * count, 12):

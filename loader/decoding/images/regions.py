@@ -1,4 +1,4 @@
-"""Which part of an image is taken: arithmetic on sizes, alike for every way of decoding."""
+"""Regions of images that crops take: arithmetic on sizes, alike for every way of decoding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Region:
 
 
 def center_region(height: int, width: int, out_height: int, out_width: int, resize: int | None) -> Region:
-    """The part of an image that remains when its short side is resized to ``resize`` and the centre is cropped."""
+    """Compute the part of an image that is left once its short side is ``resize`` and the centre is cropped."""
     fit = max(out_height / height, out_width / width)
     zoom = fit * _EVAL_MARGIN if resize is None else max(fit, resize / min(height, width))
     cut_height = min(height, max(1, round(out_height / zoom)))
@@ -33,7 +33,7 @@ def center_region(height: int, width: int, out_height: int, out_width: int, resi
 def random_region(
     height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator
 ) -> Region:
-    """A random part of an image, by the algorithm of torchvision's RandomResizedCrop (Szegedy et al., 2014).
+    """Draw a random part of an image, by the algorithm of torchvision's RandomResizedCrop (Szegedy et al., 2014).
 
     Ten draws of area and aspect are tried; if none fits, it is the largest centred part whose aspect is in ``ratio``.
     """
@@ -55,14 +55,14 @@ def random_region(
 
 
 def scale_region(region: Region, factor_y: float, factor_x: float) -> Region:
-    """The region in an image scaled by the factors, each edge on the nearest pixel."""
+    """Scale a region by the factors, each edge to the nearest pixel."""
     top, left = round(region.top * factor_y), round(region.left * factor_x)
     stop, right = round((region.top + region.height) * factor_y), round((region.left + region.width) * factor_x)
     return Region(top, left, max(1, stop - top), max(1, right - left))
 
 
 def pad_region(region: Region, height: int, width: int, margin: int, step: int) -> Region:
-    """The region and ``margin`` pixels around it, as far as the image goes, its left edge on a multiple of ``step``."""
+    """Pad a region by ``margin`` pixels, as far as the image goes, its left edge on a multiple of ``step``."""
     top, left = max(0, region.top - margin), max(0, region.left - margin) // step * step
     stop, right = region.top + region.height + margin, region.left + region.width + margin
     return Region(top, left, min(height, stop) - top, min(width, right) - left)

@@ -1,4 +1,4 @@
-"""What TurboJPEG's C API has since version 3.0 and no package for Python offers: decoding a region of a JPEG.
+"""Decoding a region of a JPEG by TurboJPEG's C API 3.0, which no package for Python offers.
 
 https://github.com/libjpeg-turbo/libjpeg-turbo, src/turbojpeg.h
 """
@@ -89,9 +89,9 @@ class TurboJpeg:
     def decode(
         self, data: bytes | memoryview, height: int, width: int, region: Region
     ) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        """(h, w, 3) RGB of ``region`` of a JPEG of (height, width); what lies below it is not looked at.
+        """Decode ``region`` of a JPEG of (height, width) to (h, w, 3) RGB; data below it is not looked at.
 
-        None where the library has an error or a warning of the JPEG, or refuses the region: its left edge has to be a
+        Returns None where the library reports an error or a warning, or refuses the region: its left edge has to be a
         multiple of the width of the JPEG's MCUs (8 pixels, times the luminance's horizontal sampling factor).
         """
         inside = 0 <= region.left < region.left + region.width <= width
@@ -114,9 +114,9 @@ class TurboJpeg:
 
 
 def find_turbojpeg() -> TurboJpeg | None:
-    """The library that the environment's PENSTOCK_TURBOJPEG names, that of the package turbojpeg, or the system's.
+    """Find the library that the environment's PENSTOCK_TURBOJPEG names, the package turbojpeg's, or the system's.
 
-    None where there is none of version 3.0 or newer, or the variable is there and empty.
+    Returns None without one of version 3.0 or newer, or where the variable is set but empty.
 
     Raises:
         ConfigError: what the variable names cannot be used.

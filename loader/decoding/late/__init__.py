@@ -1,1 +1,1 @@
-"""Values that are copied when their batch is due; until then it is known where they lie."""
+"""Late copies: values that are copied when their batch is due; until then only their places are known."""

@@ -1,7 +1,7 @@
-"""Values in mapped files that become objects when their batch is due: until then it is only known where they lie.
+"""Values in mapped files that become objects when their batch is due; until then only their places are known.
 
-So no more of them are in memory than the training loop needs, and the next batch is made in what the last one left:
-memory that is new to a process costs several times what the copy into it costs.
+So memory holds only the values that the training loop needs, and the next batch reuses the last one's:
+memory that is new to a process costs several times the copy into it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LateBytes:
 
     @property
     def nbytes(self) -> int:
-        """What the values take once they are made, beside that of their objects."""
+        """Bytes of the values once made, without those of their objects."""
         return int((self.stops - self.starts)[self.starts >= 0].sum())
 
     def cut(self, start: int, stop: int) -> LateBytes:
@@ -53,14 +53,14 @@ class LateBytes:
         return replace(self, origins=self.origins[rows], starts=self.starts[rows], stops=self.stops[rows])
 
     def make(self, memory: object = None) -> dict[str, list[Any]]:
-        """The field, as a list; objects lie in the interpreter's memory."""
+        """Make the field, as a list; objects lie in the interpreter's memory."""
         made, buffers = self.made, [column.buffer for column in self.columns]
         places = zip(self.origins.tolist(), self.starts.tolist(), self.stops.tolist(), strict=True)
         values = [(buffers[i][a:b].tobytes() if i >= 0 else made[a]) if a >= 0 else None for i, a, b in places]
         return {self.name: values}
 
     def mapped(self) -> list[MappedFile]:
-        """The files that values are copied from."""
+        """List the files that values are copied from."""
         return [self.columns[i].file for i in set(self.origins.tolist()) if i >= 0]
 
 
@@ -71,13 +71,13 @@ class LateBytesOfSpan:
         self._parts: list[tuple[MappedColumn, ChunkRows]] = []
 
     def add(self, column: MappedColumn, group: ChunkRows) -> None:
-        """The rows of ``group``."""
+        """Add the rows of ``group``."""
         self._parts.append((column, group))
 
     def finish(self, name: str, order: IntArray, made: Sequence[Any]) -> LateBytes:
-        """All rows: value i is ``made[order[i]]`` but for those that were added, in whose place something else may be.
+        """Collect all rows: value i is ``made[order[i]]``, except where an added one takes its place.
 
-        ``made`` may end early. What is neither there nor was added is missing.
+        ``made`` may be shorter; values that are in neither are missing.
         """
         origins, stops = np.full((2, len(order)), -1, np.int64)
         starts = np.where(order < len(made), order, -1)

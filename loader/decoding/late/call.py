@@ -1,4 +1,4 @@
-"""A call that is made once: by a thread of a pool, or by whoever waits for it before one has begun."""
+"""A call made once: by a thread of a pool, or by the thread that waits for it first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Call(Future[T]):
-    """What comes of the call. Any thread may ask. Mutable state: the function, until somebody takes it on."""
+    """A call and its result. Any thread may ask. Mutable state: the function, until a thread takes it."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         super().__init__()
@@ -23,20 +23,20 @@ class Call(Future[T]):
         self._is_submitted = False
 
     def begin(self, pool: DaemonPool) -> None:
-        """Have a thread of the pool make it soon; nothing, where that was asked before. Called by one thread."""
+        """Have a thread of the pool make it soon; does nothing if asked before. Called by one thread."""
         if not self._is_submitted:
             self._is_submitted = True
-            # PoolClosedError: whoever waits is told by ``cancel``. Else no thread can be had, and he makes it.
+            # PoolClosedError: ``cancel`` wakes the waiting thread; if no thread can start, the waiting one makes it.
             with suppress(RuntimeError):
                 pool.submit(self._make_once)
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for it, or make it where nobody has begun. Raises what it raised, or CancelledError."""
+        """Wait for the result, or make it if no thread has begun. Raises the call's error, or CancelledError."""
         self._make_once()
         return super().result(timeout)
 
     def cancel(self) -> bool:
-        """Make it no more; False where somebody has begun."""
+        """Cancel the call; returns False if a thread has begun it."""
         if self.take() is None:
             return self.cancelled()
         super().cancel()
@@ -44,7 +44,7 @@ class Call(Future[T]):
         return True
 
     def take(self) -> Callable[[], T] | None:
-        """The function, for the first who asks: nobody else begins it then, and he is to ``make`` what comes of it."""
+        """Take the function: only the first caller gets it, and must ``make`` its result."""
         try:
             return self._not_begun.pop()
         except IndexError:
@@ -56,7 +56,7 @@ class Call(Future[T]):
             self.make(function)
 
     def make(self, function: Callable[[], T]) -> None:
-        """Have what comes of ``function`` be its result; called by who took it. An interrupt is raised, too."""
+        """Run ``function`` and keep its result; called by the thread that took it. Also raises an interrupt."""
         try:
             result = function()
         except BaseException as exc:

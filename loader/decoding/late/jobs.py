@@ -1,7 +1,7 @@
 """Work on rows, as a future of its ``RowJob``: it starts once the rows are copied, of which there are three ways.
 
 Rows that lie in no chunk are there at once (``started``). Others are copied by a thread of the pool, those of several
-batches together (``start_together``), or by whoever asks for one of their batches (``start_on_call``).
+batches together (``start_together``), or by the thread that asks for one of their batches (``start_on_call``).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .call import Call
 
 
 def started(job: RowJob) -> Future[RowJob]:
-    """A job whose rows lie in no chunk."""
+    """Make a job whose rows lie in no chunk."""
     future: Future[RowJob] = Future()
     future.set_result(job)
     return future
 
 
 def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call[RowJob]]:
-    """Jobs of batches that follow each other: rows of all are copied when one is asked for, or its call begun.
+    """Make jobs of successive batches: the rows of all are copied when one is asked for, or its call begun.
 
-    Objects are made under Python's lock, which the training loop needs, too: a thread is of use to it only while it is
+    Objects are made under Python's lock, which the training loop needs, too: a thread helps only while the loop is
     elsewhere. It is interrupted nowhere but in the loop's thread, which then closes the pipeline: nobody waits for the
     jobs that are left.
     """
-    waiting: list[tuple[ref[Call[RowJob]], Rows]] = []  # no cycle: what nobody asks for lets go of its files at once
+    waiting: list[tuple[ref[Call[RowJob]], Rows]] = []  # no cycle: jobs never asked for release their files at once
 
     def copy(asked: Rows) -> RowJob:
         since = time.perf_counter()
@@ -39,7 +39,7 @@ def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call
         try:
             copied = complete_all([asked, *(rows for _, rows in others)], crew.memory)
             first, *jobs = [RowJob(crew, rows, epoch) for rows in copied]
-        except Exception:  # noqa: BLE001 - each job tells by itself whether it is its own
+        except Exception:  # noqa: BLE001 - each job finds out by itself whether it is its own
             for call, rows in others:
                 call.make(partial(copy_alone, rows))
             return copy_alone(asked)
@@ -57,7 +57,7 @@ def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call
 
 
 def start_together(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:
-    """Copy the rows of jobs that nobody has cancelled, none where the crew is stopped; on a thread of the pool."""
+    """Copy the rows of jobs that are not cancelled, none if the crew is stopped; on a thread of the pool."""
     if crew.is_stopped():
         for _, job in late:
             job.cancel()
@@ -65,7 +65,7 @@ def start_together(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], e
 
 
 def _start(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:
-    """Where copying all fails, job by job."""
+    """Start job by job, where copying all together fails."""
     since = time.perf_counter()
     try:
         copied = complete_all([rows for rows, _ in late], crew.memory)

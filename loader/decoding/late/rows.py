@@ -1,6 +1,6 @@
 """Rows of arrays that are copied when their batch is due, on a thread of the pool and into memory of the batch.
 
-Until then it is only known where they lie. What is copied goes through tiles that stay in a core's cache.
+Until then only their places are known. Copies go through tiles that stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_BYTES = np.iinfo(np.intp).max  # of an array
 
 
 class LateFields(Protocol):
-    """Some fields of n rows. ``nbytes`` is what they take once they are made.
+    """Some fields of n rows. ``nbytes`` is their size once they are made.
 
     ``is_mapped``: they lie in files, so that they need no memory before. ``at``: where rows of arrays lie; None of
     Python values.
@@ -52,10 +52,10 @@ class LateFields(Protocol):
     def pick(self, rows: IntArray) -> Self: ...
 
     def mapped(self) -> Sequence[MappedFile]:
-        """The files that ``make`` copies from: to be called by whoever is ``looking_at`` them."""
+        """List the files that ``make`` copies from; to be called by a thread that is ``looking_at`` them."""
 
     def make(self, memory: BatchMemory | None) -> Mapping[str, AnyArray | list[Any]]:
-        """The fields: arrays (n, ...) of their own, of ``memory`` if that is given, or lists of n."""
+        """Make the fields: arrays (n, ...) of their own, of ``memory`` if that is given, or lists of n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class RowsAt:
         return len(self.places) * math.prod(self.rows.shape[1:]) * self.rows.itemsize
 
     def mapped(self) -> list[MappedFile]:
-        """The files that these rows are mapped from."""
+        """List the files that these rows are mapped from."""
         found = [] if self.origins is None else map(self.files.__getitem__, set(self.origins.tolist()))
         return [file for file in found if file is not None]
 
@@ -96,7 +96,7 @@ class WideRows:
     is_mapped = False
 
     def __init__(self, name: str, at: RowsAt, dtype: np.dtype[Any]) -> None:
-        """``dtype`` is the one to hand the rows out in."""
+        """Keep rows to be handed out in ``dtype``."""
         self._name, self.at, self._dtype = name, at, dtype
 
     @property
@@ -117,12 +117,12 @@ class WideRows:
         return self.at.mapped()
 
     def is_like(self, other: WideRows) -> bool:
-        """Whether both are rows of one span's field."""
+        """Return whether both are rows of one span's field."""
         return self._name == other._name and self.at.rows is other.at.rows and self._dtype == other._dtype
 
     @staticmethod
     def join(parts: Sequence[WideRows]) -> WideRows:
-        """The rows of all, which are alike, one after another; the parts hold the sources."""
+        """Join alike rows, one after another; the parts hold the sources."""
         first = parts[0]
         places = np.concatenate([part.at.places for part in parts])
         return WideRows(first._name, RowsAt(first.at.rows, places), first._dtype)
@@ -151,7 +151,7 @@ def make_all(parts: Sequence[Sequence[LateFields]], memory: BatchMemory | None) 
 
 
 def _count_together(parts: Sequence[Sequence[LateFields]]) -> int:
-    """Of how many of the first batches the fields are made together."""
+    """Count the first batches whose fields are made together."""
     if len(parts) == 1 or not all(isinstance(each, WideRows) for each in parts[0]):
         return 1
     count = nbytes = 0
@@ -185,7 +185,7 @@ class RecordRows:
     is_mapped = False
 
     def __init__(self, records: Records, at: RowsAt, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """``records`` tells what a row consists of, ``dtypes`` are those to hand the fields out in."""
+        """Keep rows laid out as ``records`` says, whose fields are handed out in ``dtypes``."""
         self._records, self.at, self._dtypes = records, at, dtypes
 
     @property
@@ -226,7 +226,7 @@ class RowsOfSpan:
         self._parts: list[_Part] = []
 
     def add(self, source: AnyArray, group: ChunkRows, file: MappedFile | None = None) -> None:
-        """The rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's.
+        """Add the rows of ``group``; ``source`` is (samples, ...) of a dtype that may differ from the first one's.
 
         ``file``: the one that it is mapped from.
         """
@@ -236,14 +236,14 @@ class RowsOfSpan:
         self._parts.append(part)
 
     def finish(self) -> RowsAt:
-        """All rows. Those that no group has given, of chunks without the field, mean nothing."""
+        """Collect all rows. Those that no group gave, of chunks without the field, are arbitrary."""
         return self._span() or self._copy()
 
     def _span(self) -> RowsAt | None:
-        """Places in an array of rows that begins with the lowest source and spans all.
+        """Find places in one array of rows that begins with the lowest source and spans all.
 
         Its rows overlap, so that one begins wherever one of a source does, and lie between the sources, too, where
-        memory may be anybody's: only those at the places may be read, while somebody holds the sources. None where it
+        memory may belong to others: only rows at the places may be read, while the sources are held. None where it
         would be larger than numpy allows.
         """
         starts: list[int] = [part.source.__array_interface__["data"][0] for part in self._parts]
@@ -263,7 +263,7 @@ class RowsOfSpan:
         return RowsAt(spanning, places, [part.source for part in self._parts], *self._files(lowest.file))
 
     def _files(self, default: MappedFile | None) -> tuple[IntArray | None, list[MappedFile | None]]:
-        """In which file each row lies; ``default`` is that of rows that no group has given."""
+        """Find the file in which each row lies; ``default`` is that of rows that no group has given."""
         numbers = {file: number for number, file in enumerate(dict.fromkeys([default, *(p.file for p in self._parts)]))}
         if list(numbers) == [None]:
             return None, []
@@ -273,7 +273,7 @@ class RowsOfSpan:
         return origins, list(numbers)
 
     def _copy(self) -> RowsAt:
-        """The rows in memory of their own, in order."""
+        """Copy the rows into memory of their own, in order."""
         copied: AnyArray = np.empty((self._num_rows, *self._like.shape[1:]), self._like.dtype)
         for part in self._parts:
             copied[part.targets] = part.copy(self._like.dtype).source
@@ -290,7 +290,7 @@ class _Part:
     file: MappedFile | None
 
     def copy(self, dtype: np.dtype[Any]) -> _Part:
-        """The same rows in memory of their own, in order."""
+        """Copy the rows into memory of their own, in order."""
         with looking_at([] if self.file is None else [self.file], len(self.rows)):
             copied = np.ascontiguousarray(self.source[self.rows], dtype)
         return _Part(copied, np.arange(len(copied)), self.targets, None)

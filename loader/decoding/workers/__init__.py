@@ -1,1 +1,1 @@
-"""Processes that decode and transform."""
+"""Worker processes that decode and transform."""

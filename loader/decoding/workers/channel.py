@@ -27,11 +27,11 @@ LOOK_S = 1.0
 class Channel:
     """One end of a pair. Only one thread may send, and one receive, at a time.
 
-    What is received was pickled by this package in a process that it started; nothing from a data set is unpickled.
+    Received messages were pickled by this package in a process that it started; nothing from a data set is unpickled.
     """
 
     def __init__(self, end: socket.socket, look: Callable[[], None] | None = None) -> None:
-        """``look`` is called each second in which nothing could be sent or received; what it raises ends the wait."""
+        """Wrap one end; ``look`` is called each second without progress, and an error that it raises ends the wait."""
         self._socket = end
         self._look = look
         if look is not None:
@@ -98,7 +98,7 @@ class Channel:
             self._look()
 
     def let_go(self) -> None:
-        """Close this process's copy of the end, as a forked child does; the connection goes on."""
+        """Close this process's copy of the end, as a forked child does; the connection stays open."""
         self._socket.close()
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Channel:
 
 
 def pack(message: Any) -> tuple[bytes, list[memoryview]]:
-    """A message's pickle, and the buffers of arrays (and of ``pickle.PickleBuffer``) beside it, without a copy."""
+    """Pickle a message, with the buffers of arrays (and of ``pickle.PickleBuffer``) beside it, without a copy."""
     out, buffers = BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(out, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(message)
     return out.getvalue(), [buffer.raw() for buffer in buffers]

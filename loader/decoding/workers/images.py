@@ -42,7 +42,7 @@ class ImageProcesses:
         self._lock = threading.Lock()
 
     def takes(self, task: RowTask, work: RowWork) -> bool:
-        """Whether the processes are to do ``work`` on ``task``; else the threads are."""
+        """Return whether the processes are to do ``work`` on ``task``; else the threads are."""
         decoders = task.encoded.values()
         is_ours = all(getattr(one, "is_own", False) for one in decoders) and any(one.is_image for one in decoders)
         if not is_ours or work.transform is not None or self._has_failed:
@@ -62,7 +62,7 @@ class ImageProcesses:
         is_stopped: Callable[[], bool],
         by_threads: Callable[[], futures.Future[None]],
     ) -> Future[None]:
-        """As ``WorkerPool.submit``; where a process ends, what ``by_threads`` starts does the work."""
+        """Submit a task as to ``WorkerPool``; if a process ends, the work that ``by_threads`` starts replaces it."""
 
         def place_and_count(results: RowResults, busy_s: float) -> None:
             place(results, busy_s)
@@ -77,7 +77,7 @@ class ImageProcesses:
 
     @property
     def running(self) -> int:
-        """How many processes decode; 0 where the threads do."""
+        """The number of processes that decode; 0 where the threads do."""
         return self.pool.processes if self.pool.is_ready and not self._has_failed else 0
 
     def _begin(self) -> None:
@@ -94,16 +94,16 @@ class ImageProcesses:
         is_of_pool = error is not None and not isinstance(error, RowError)
         if error is not None and is_of_pool:
             self._give_up(error)
-        if is_of_pool and not self._is_closed:  # of an error that is not the pool's a thread tells again
+        if is_of_pool and not self._is_closed:  # a thread meets any error again that is not the pool's
             try:
                 by_threads().add_done_callback(partial(_pass_on, done))
-            except Exception as exc:  # noqa: BLE001 - told where the batch is waited for
+            except Exception as exc:  # noqa: BLE001 - raised where the batch is waited for
                 _end(done, exc)
         else:
             _pass_on(done, found)
 
     def _give_up(self, cause: BaseException) -> None:
-        """Leave it to the threads from now on."""
+        """Leave the images to the threads from now on."""
         with self._lock:
             is_first, self._has_failed = not self._has_failed, True
         if is_first and not self._is_closed:

@@ -34,7 +34,7 @@ is_importing_main = False
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A worker's first message: how to find modules, and the pickled RowWork. ``main`` is for ``spawn.prepare``."""
+    """A worker's first message: the module search path, and the pickled RowWork. ``main`` is for ``spawn.prepare``."""
 
     main: Mapping[str, Any]
     work: bytes
@@ -79,7 +79,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Why the worker cannot work: the functions that it was sent cannot be found or unpickled here."""
+    """The reason that the worker cannot work: its functions cannot be found or unpickled here."""
 
     text: str
 
@@ -113,7 +113,7 @@ def _load(code: Code) -> RowWork | Unusable:
         spawn.prepare(code.main)
         is_importing_main = False
         work: RowWork = pickle.loads(code.work)
-    except BaseException as exc:  # noqa: BLE001 - told to the parent, which raises it
+    except BaseException as exc:  # noqa: BLE001 - sent to the parent, which raises it
         return Unusable(f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}")
     return work
 
@@ -124,7 +124,7 @@ def _serve(channel: Channel, work: RowWork) -> None:
         job: Job = channel.receive()
         try:
             decoders.update({name: pickle.loads(data) for name, data in job.new_decoders.items()})
-        except BaseException as exc:  # noqa: BLE001 - told to the parent, which raises it
+        except BaseException as exc:  # noqa: BLE001 - sent to the parent, which raises it
             channel.send(Unusable(f"decode=: {type(exc).__name__}: {exc}"))
             return
         channel.send_packed(*_work(work, job, decoders))
@@ -151,14 +151,14 @@ def _work(work: RowWork, job: Job, decoders: Mapping[str, FieldDecoder]) -> tupl
 
     try:
         return pack_done()
-    except Exception as exc:  # noqa: BLE001 - told to the parent, which raises it
+    except Exception as exc:  # noqa: BLE001 - sent to the parent, which raises it
         row = job.first_row + _first_unsendable(out)
         ended = Failed(row, "result", None, f"the result cannot be sent between processes: {exc}", "")
         return pack_done()
 
 
 def _first_unsendable(out: RowResults) -> int:
-    """The first row whose result cannot be pickled."""
+    """Find the first row whose result cannot be pickled."""
     for row, values in enumerate(out.samples or zip(*out.values.values(), strict=True)):
         try:
             pack(values)

@@ -105,7 +105,7 @@ class WorkerPool:
         thread.start()
 
     def _undo_start(self) -> None:
-        """End what runs of a pool that is not whole, and forget how its workers took that."""
+        """End the processes of an incomplete pool, and forget their errors."""
         self._end()
         self._jobs = queue.SimpleQueue()
         with self._lock:
@@ -132,11 +132,11 @@ class WorkerPool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all processes are there, and have what they need. Called by any thread."""
+        """Return whether all processes are up and initialised. Called by any thread."""
         return self._greeted == self.processes
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait for all processes. Raises what went wrong with one, and WorkerError if they take too long."""
+        """Wait for all processes. Raises a process's error, and WorkerError if they take too long."""
         until = time.monotonic() + timeout_s
         while not self.is_ready:
             if self._error is not None:
@@ -147,7 +147,7 @@ class WorkerPool:
 
     @property
     def stopped(self) -> list[int]:
-        """The ids of processes that are suspended by a signal. Called by any thread."""
+        """List the ids of processes that are suspended by a signal. Called by any thread."""
         return [worker.process.pid for worker in list(self._workers) if worker.is_stopped]
 
     def let_go(self) -> None:
@@ -181,7 +181,7 @@ class WorkerPool:
         self._greeted = 0
 
     def _fail(self, error: BaseException) -> None:
-        """End everything submitted, now and later, in ``error``, unless something failed before."""
+        """Fail everything submitted, now and later, with ``error``, unless it failed before."""
         with self._lock:
             if self._error is None or isinstance(error, CancelledError):
                 self._error = error
@@ -267,7 +267,7 @@ class WorkerPool:
 
 
 def _preparation(*, needs_main: bool) -> dict[str, Any]:
-    """The argument of ``multiprocessing.spawn.prepare``, so that workers find the modules that this process found.
+    """Make the argument of ``multiprocessing.spawn.prepare``, so that workers find the modules that this process found.
 
     The user's script is run, under another name, only if a function is defined in it: its imports take time.
     """
@@ -310,7 +310,7 @@ def _unusable(answer: Unusable) -> str:
 
 
 def _sendable(values: Any, *, is_encoded: bool) -> Any:
-    """Encoded bytes travel beside the pickle, unchanged.
+    """Let encoded bytes travel beside the pickle, unchanged.
 
     The buffers are those of the bytes, not of the views on them: if an error's traceback makes a cycle of both, the
     garbage collector of CPython 3.11 clears the view first, and releasing it again by the PickleBuffer crashes.

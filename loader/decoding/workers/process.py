@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: how it is started, whether it is stopped, and how it ended."""
+"""One worker process as its parent sees it: its start, whether it is suspended, and its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOOTSTRAP = (
 )
 # A worker ends when its parent says so, whatever signals the group receives.
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM)
-# A process that was stopped, as by SIGSTOP, is waited for this long: whoever did it may continue it. Work has no limit.
+# A process that was stopped, as by SIGSTOP, is waited for this long, as it may be continued. Work has no limit.
 STOPPED_S = 60.0
 
 
@@ -39,16 +39,17 @@ class Worker:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is suspended by a signal, and will do nothing until it is continued."""
+        """Return whether the process is suspended by a signal, and will do nothing until it is continued."""
         try:
             return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:
             return False
 
     def _look(self) -> None:
-        """Called by its thread each second that it waits; raises TimeoutError. A pause of this program adds none.
+        """Check the process, each second that its thread waits. A pause of this program does not count.
 
-        Raises EOFError where the process has ended: a child that was forked meanwhile may hold a copy of its end.
+        Raises TimeoutError where it stays suspended, and EOFError where it has ended: a child that was forked meanwhile
+        may hold a copy of its end.
         """
         if self.process.poll() is not None:
             raise EOFError("it has ended")
@@ -57,7 +58,7 @@ class Worker:
             raise TimeoutError
 
     def how_it_ended(self, cause: Exception) -> str:
-        """Why it does not answer: "worker process 4711 was killed by SIGKILL"."""
+        """Describe its end: "worker process 4711 was killed by SIGKILL"."""
         named = f"worker process {self.process.pid}"
         if isinstance(cause, TimeoutError):
             return f"{named} has been stopped for {STOPPED_S:.0f} s, as by SIGSTOP, and nobody continued it,"
@@ -71,7 +72,7 @@ class Worker:
 
 
 def start_process() -> Worker:
-    """Start one. Raises WorkerError where the machine has no room for it."""
+    """Start a process. Raises WorkerError where the machine has no room for it."""
     ours, theirs = socket.socketpair()
     # The flags of `python` itself, so that warnings and -O are the same in the worker.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

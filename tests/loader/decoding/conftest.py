@@ -17,7 +17,7 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> HostCodec:
 
     made = HostCodec()
     monkeypatch.setattr(device_codec, "open_codec", lambda device: made)
-    monkeypatch.setattr(device_images, "_told", set())
+    monkeypatch.setattr(device_images, "_refusing", set())
     return made
 
 

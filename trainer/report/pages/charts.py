@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """What happened at which step: resumes with a label, and saves."""
+    """Events at steps: resumes with a label, and saves."""
 
     resumes: Sequence[tuple[int, str]] = ()
     saves: Sequence[int] = ()
@@ -37,7 +37,7 @@ class Marks:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What to draw: lines, or layers of areas from below, over steps 0 to ``last_step``."""
+    """A chart to draw: lines, or layers of areas from below, over steps 0 to ``last_step``."""
 
     title: str
     lines: Sequence[Line]
@@ -50,9 +50,9 @@ class Chart:
 
 
 def draw(chart: Chart) -> str:
-    """The chart as one <svg> element; colors are the CSS variables --c0, --c1, ..., --ink and --rule.
+    """Draw the chart as one <svg> element; colors are the CSS variables --c0, --c1, ..., --ink and --rule.
 
-    Empty where there are values of fewer than two steps, which show no course.
+    It is empty where there are values of fewer than two steps, which show no course.
     """
     lines = _stack(chart.lines) if chart.stacked else chart.lines
     points = [point for line in lines for piece in (*line.pieces, *line.faint) for point in piece]
@@ -72,7 +72,7 @@ def draw(chart: Chart) -> str:
 
 
 def thin(points: Sequence[Point], columns: int = _COLUMNS) -> list[Point]:
-    """At most about two points a column, its lowest and its highest, so that no spike is lost; gaps stay gaps."""
+    """Thin the points to about two a column, its lowest and its highest, so that no spike is lost; gaps stay gaps."""
     if len(points) <= 2 * columns:
         return list(points)
     kept: list[Point] = []
@@ -86,7 +86,7 @@ def thin(points: Sequence[Point], columns: int = _COLUMNS) -> list[Point]:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from ``low`` to ``high``, at most ``most``."""
+    """Choose round numbers from ``low`` to ``high``, at most ``most``."""
     rough = (high - low) / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
     step = next(power * digit for digit in (1, 2, 2.5, 5, 10, 20) if power * digit >= rough * (1 - 1e-9))
@@ -116,7 +116,7 @@ class _Axis:
         self.low, self.high = low, high + (0.04 * (high - low))
 
     def place(self, value: float) -> float:
-        """0 at the bottom, 1 at the top."""
+        """Map a value to 0 at the bottom, 1 at the top."""
         at = math.log10(value) if self.is_log else value
         return (at - self.low) / max(self.high - self.low, 1e-300)
 
@@ -167,10 +167,10 @@ def _draw_line(scale: _Scale, line: Line, format_value: Callable[[float], str]) 
             if line.dots or len(piece) == 1:
                 for step, value in piece[:_COLUMNS]:
                     if value is not None:
-                        told = escape(f"step {step}: {format_value(value)}")
+                        title = escape(f"step {step}: {format_value(value)}")
                         at = f'cx="{scale.x(step):.1f}" cy="{scale.y(value):.1f}"'
                         style = f'class="dot{kind}" style="fill:var(--c{line.color})"'
-                        yield f'<circle {style} r="2.5" {at}><title>{told}</title></circle>'
+                        yield f'<circle {style} r="2.5" {at}><title>{title}</title></circle>'
 
 
 def _draw_area(scale: _Scale, line: Line) -> Iterable[str]:
@@ -186,7 +186,7 @@ def _draw_area(scale: _Scale, line: Line) -> Iterable[str]:
 
 
 def _stack(lines: Sequence[Line]) -> list[Line]:
-    """Each line on top of those before it; steps that one lacks count as 0 there."""
+    """Stack each line on those before it; steps that one lacks count as 0 there."""
     found: list[Line] = []
     sums: list[dict[int, float]] = [{} for _ in lines[0].pieces] if lines else []
     for line in lines:
@@ -211,14 +211,14 @@ def _path(points: Sequence[tuple[float, float | None]]) -> str:
 
 
 def _describe(chart: Chart) -> str:
-    """The chart in words, for those who do not see it."""
-    told = []
+    """Describe the chart in words, for those who do not see it."""
+    courses = []
     for line in chart.lines:
         known = [(step, y) for piece in line.pieces for step, y in piece if y is not None]
         if known:
             (first, y0), (last, y1) = known[0], known[-1]
-            told.append(f"{line.name} {chart.format(y0)} at step {first}, {chart.format(y1)} at step {last}")
-    return f"{chart.title}: {'; '.join(told)}"
+            courses.append(f"{line.name} {chart.format(y0)} at step {first}, {chart.format(y1)} at step {last}")
+    return f"{chart.title}: {'; '.join(courses)}"
 
 
 _UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -226,7 +226,7 @@ _SMALLEST = 1e-3
 
 
 def short(value: float) -> str:
-    """Three digits and a unit: 12.3k, 0.25, 3e-4."""
+    """Format three digits and a unit: 12.3k, 0.25, 3e-4."""
     size = abs(value)
     for bound, unit in _UNITS:
         if size >= 0.9995 * bound:

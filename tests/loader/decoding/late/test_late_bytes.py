@@ -265,7 +265,7 @@ def test_values_of_files_and_of_memory_lie_side_by_side(tmp_path: Path) -> None:
     taken = [bytes(range(30, 35)), b"mem", None, None, b"more", None, bytes(range(10, 15)), b"ory"]
     for order in ([0, 1, 2, 3], [2, 3, 1, 0], [1, 0, 3, 2]):
         late = rows(order)
-        assert not late.keep_chunks
+        assert not late.keeps_chunks
         assert late.complete().fields == {"x": taken}
         assert late.count_bytes({}) == sum(len(value or b"") for value in taken)
         assert late.cut(2, 7).complete().fields == {"x": taken[2:7]}
