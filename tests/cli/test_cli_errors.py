@@ -117,7 +117,7 @@ def test_errors_that_cannot_be_told_still_are_code_two() -> None:
 
 
 _SLOW = """
-import sys, time
+import os, sys, time
 sys.stdin.close()
 from penstock.loader.formats.tar.format import TarFormat
 read = TarFormat.index_shard
@@ -157,7 +157,7 @@ def test_work_of_more_than_two_seconds_shows_a_bar_in_a_terminal(shards: Path) -
 @pytest.mark.slow
 def test_ctrl_c_ends_at_once_with_130_and_no_traceback(shards: Path) -> None:
     (shards / MANIFEST_NAME).unlink()
-    slow = _SLOW.replace("time.sleep(0.4)", "print('begun', flush=True); time.sleep(600)")
+    slow = _SLOW.replace("time.sleep(0.4)", "os.write(1, b'begun\\n'); time.sleep(600)")
     command = [sys.executable, "-c", slow, "index", str(shards)]
     with started_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
