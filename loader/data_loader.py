@@ -213,9 +213,9 @@ class DistributedDataLoader(Generic[BatchT]):
         ``subset`` those that are in it, whose sample ids are ``dataset.ids``. Of a mixture, those of all sources, and
         of each by its name: ``dataset.sources["web"]``.
         """
-        from .views.dataset import open_view
-
         if self._view is None:
+            from .views.dataset import open_view
+
             self._view = open_view(self._run)
         return self._view.owned_by(self)
 

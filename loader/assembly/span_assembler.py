@@ -13,7 +13,16 @@ import numpy as np
 
 from ..columns import Block, IntArray
 from ..order.spans import ChunkRows, Span, SpanPlanner
-from ..pipeline.assembler import MOST_AT_ONCE, Equipment, Start, cut_step, hand_over, pick_uses, steps_at_once
+from ..pipeline.assembler import (
+    MOST_AT_ONCE,
+    Equipment,
+    Start,
+    cut_step,
+    hand_over,
+    pick_uses,
+    steps_at_once,
+    time_assembly,
+)
 from ..pipeline.delivery_queue import Delivery
 from ..pipeline.tuning import mean_row_bytes
 from .kind_rows import AnyRows, RowKinds
@@ -96,12 +105,11 @@ class SpanAssembler:
             self._release_copied(_Copying(span))
             end = int(span.bounds[-1])
             return self._equipment.deliver(Delivery.end_of(span.epoch, end, end))
-        waited = self._counters.totals().chunk_wait_s
-        started = time.perf_counter()
         rows: AnyRows | None = None
         apart: list[Span] = []
         try:
-            rows = self._gather(span)
+            with time_assembly(self._counters, spans=1):
+                rows = self._gather(span)
         except Exception:
             apart = span.apart()
             if len(apart) == 1 or self._equipment.stopping.is_set():
@@ -110,8 +118,6 @@ class SpanAssembler:
             return all(self._assemble(part) for part in apart)
         may_wait = self._sources.is_local and self._equipment.options.has_spare
         self._stay_in_chunks = may_wait and self._rows.stay_in_chunks(rows)
-        busy = time.perf_counter() - started - (self._counters.totals().chunk_wait_s - waited)
-        self._counters.add(since=started, assemble_s=busy, spans=1)
         copying, keeps_chunks = _Copying(span), self._rows.keeps_chunks(rows)
         if not keeps_chunks:
             self._release_copied(copying)

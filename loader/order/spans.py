@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from .cached import cached_property
+from .costs.buckets import plan_epoch
 from .costs.steps import plan_steps
 from .plan import EpochPlan, Order, Segments, Share, column_segments, lane_offsets
 
@@ -48,8 +49,6 @@ class SourceOrder:
         return int(self.chunk_samples.sum()) if self.selection is None else self.selection.num_samples
 
     def plan(self, epoch: int) -> EpochPlan:
-        from .costs.buckets import plan_epoch
-
         return plan_epoch(self.chunk_samples, self.order, epoch, self.selection, self.bucket_costs)
 
 

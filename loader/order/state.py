@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import ConfigError, StateMismatchError
+from .costs.buckets import BucketedOrder
 from .plan import Order
 from .sealed import check_seal, seal
 
@@ -49,8 +50,6 @@ class LoaderState:
         plain = self._plain_order
         if not self.bucket:
             return plain
-        from .costs.buckets import BucketedOrder
-
         try:
             return BucketedOrder(**asdict(plain), **self.bucket)
         except TypeError as exc:

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import MemoryLimitError
 from ..limits import usable_memory
+from ..order.costs.buckets import count_open_chunks
 from ..ranks.detect import local_world_size
 from ..reading.chunk_source import ALWAYS_BYTES
 from ..reading.fetch_queue import SERVED
@@ -179,8 +180,6 @@ def first_fetch_threads(is_local: bool, response_s: float | None, chunk_bytes: i
 
 def _open_bytes(own_lanes: int, manifest: Manifest, order: Order) -> int:
     """Estimate the bytes of a data set's chunks that so many lanes keep open at once."""
-    from ..order.costs.buckets import count_open_chunks
-
     whole = int(manifest.memory.sum())
     if order.piece:
         return whole

@@ -38,16 +38,18 @@ class Reading:
 
     def apart(self) -> Reading:
         """Make a copy for a preview, which shares nothing with a running pipeline and posts nothing to other ranks."""
-        from ..ranks.channel import MemoryChannel
-        from ..ranks.ledger import Ledgers
+        sources, ledgers = self.sources.apart(), None
+        if self.ledgers is not None:
+            from ..ranks.channel import MemoryChannel
+            from ..ranks.ledger import Ledgers
 
-        sources = self.sources.apart()
+            ledgers = Ledgers(MemoryChannel, rank=0, world_size=1)
         return Reading(
             sources=sources,
             kinds=[kind.copy() for kind in self.kinds],
             quarantine=self.quarantine.apart(sources),
             counts=[Counters() for _ in self.counts],
-            ledgers=None if self.ledgers is None else Ledgers(MemoryChannel, rank=0, world_size=1),
+            ledgers=ledgers,
             is_logged=False,
         )
 

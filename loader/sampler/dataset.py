@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import PartitionError, StateMismatchError
 from ..order.auto import Choice, choose_order
+from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch, size_in_lanes
 from ..order.costs.steps import BudgetSteps, EvenSteps, Steps
 from ..order.courses import EpochCourse
 from ..order.cursors import Cursors
@@ -19,7 +20,6 @@ from .schedule import Place, Schedule
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
-    from ..order.costs.buckets import Bucket, BucketedOrder
     from ..order.costs.costs import SampleCosts
     from ..order.selecting.selection import Selection
     from ..ranks.ledger import Ledgers
@@ -105,8 +105,6 @@ class DatasetSchedule(Schedule):
         return EpochCourse(epoch, consumed)
 
     def _with_buckets(self, order: Order, bucket: Bucket, share: Share) -> BucketedOrder:
-        from ..order.costs.buckets import add_buckets
-
         assert self._bucket_costs is not None
         window = order.window * (order.piece or self._num_samples / self._manifest.num_chunks)
         return add_buckets(
@@ -130,8 +128,6 @@ class DatasetSchedule(Schedule):
         return self._steps(epoch, self.share)
 
     def _steps(self, epoch: int, share: Share) -> Steps:
-        from ..order.costs.buckets import plan_epoch
-
         if share.budget is None:
             return EvenSteps(self._num_samples, share.global_batch_size, self._last_batch)
         key = (epoch, self._order, share.budget)
@@ -152,7 +148,6 @@ class DatasetSchedule(Schedule):
     # -- states ---------------------------------------------------------------------------------------------------
 
     def to_state(self, epoch: int, consumed: int) -> LoaderState:
-        from ..order.costs.buckets import BucketedOrder
         from ..order.mixtures.laps import Lap
 
         stream: Mapping[str, Any] = {}
@@ -199,8 +194,6 @@ class DatasetSchedule(Schedule):
 
     def _check_bucket(self, loaded: LoaderState) -> None:
         """Raise StateMismatchError unless the state's buckets are those of this loader, where it was given any."""
-        from ..order.costs.buckets import BucketedOrder, size_in_lanes
-
         here = self._order.bucket if isinstance(self._order, BucketedOrder) else {}
         if bool(here) != bool(loaded.bucket):
             raise StateMismatchError(
