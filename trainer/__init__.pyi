@@ -24,11 +24,11 @@ from .evaluation.metrics import MetricFunction as MetricFunction
 from .parallel.activation import ActivationConfig as ActivationConfig
 from .parallel.activation import CompileConfig as CompileConfig
 from .parallel.averaging import AveragingConfig as AveragingConfig
+from .parallel.config import ParallelConfig as ParallelConfig
 from .parallel.ema import EmaConfig as EmaConfig
 from .parallel.materialise import Initialiser as Initialiser
 from .parallel.meta import build_on_meta as build_on_meta
 from .parallel.model import OptimizerFactory as OptimizerFactory
-from .parallel.model import ParallelConfig as ParallelConfig
 from .parallel.precision import PrecisionConfig as PrecisionConfig
 from .ranks.world import World as World
 from .ranks.world import close_world as close_world

@@ -15,8 +15,8 @@ from .evaluation.evaluate import EvaluateConfig, good_end
 from .options import check_choice, check_range
 from .parallel.activation import ActivationConfig, CompileConfig
 from .parallel.averaging import AveragingConfig
+from .parallel.config import ParallelConfig
 from .parallel.ema import EmaConfig
-from .parallel.model import ParallelConfig
 from .parallel.precision import PrecisionConfig
 from .report.config import ReportConfig
 from .report.tracing import ProfileConfig

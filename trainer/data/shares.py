@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ...storage.errors import PenstockError
 from ..computing import ComputeClock
 from ..errors import TrainerConfigError
-from ..parallel.model import ParallelConfig
+from ..parallel.config import ParallelConfig
 from ..ranks.world import World
 from .batches import count_rows
 

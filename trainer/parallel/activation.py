@@ -19,7 +19,7 @@ from ..options import check_range
 from ..ranks.world import World
 from ..reproducibility import Generator, GeneratorStates, find_generators
 from .blocks import find_blocks
-from .model import ParallelConfig
+from .config import ParallelConfig
 
 Named = Sequence[tuple[Mapping[str, Any], str]]
 """Globals of functions: the dict that holds one, and its name there."""

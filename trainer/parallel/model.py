@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import TrainerConfigError
-from ..options import check_choice, check_range
 from ..ranks.world import World
 from .blocks import find_blocks
 from .buckets import choose_bucket_mb, settle_buckets
@@ -34,6 +32,7 @@ from .checks.limits import (
 )
 from .checks.parameters import check_same_model
 from .checks.usage import ModuleOrder, ParameterUsage
+from .config import ParallelConfig
 from .gathered import list_rounded, set_formats
 from .materialise import Initialiser, Materialiser
 from .meta import move_values
@@ -46,51 +45,6 @@ from .precision import (
 )
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """What each rank keeps, and how ranks exchange gradients and weights."""
-
-    zero: Literal[0, 1, 2, 3] = 0
-    """0: replicate everything; 1: shard the optimizer state; 2: and gradients; 3: and weights."""
-
-    overlap: bool = True
-    """Exchange while computing; false: one bucket (zero=0), no prefetch (zero=1..3)."""
-
-    bucket_mb: float = 25.0
-    """With zero=0, largest size of the buckets in which gradients are exchanged, in MiB; small models have smaller."""
-
-    unused_parameters: bool = False
-    """With zero=0, allow steps in which some parameters get no gradient."""
-
-    blocks: tuple[str, ...] = ()
-    """With zero=1..3, class names of the modules to shard one by one; none: the items of each ModuleList."""
-
-    cpu_offload: bool = False
-    """With zero=1..3, keep weights, gradients and optimizer state in host memory."""
-
-    hybrid: bool = False
-    """With zero=1..3, shard within a node and replicate across nodes."""
-
-    sync_batchnorm: bool = False
-    """Take the statistics of batch norms over all ranks; CUDA only."""
-
-    def __post_init__(self) -> None:
-        check_choice("parallel.zero", self.zero, (0, 1, 2, 3))
-        check_range("parallel.bucket_mb", self.bucket_mb, low=0.0, above=True)
-        if self.zero == 0:
-            for key in ("cpu_offload", "hybrid", "blocks"):
-                if getattr(self, key):
-                    raise TrainerConfigError(
-                        f"parallel.{key}={getattr(self, key)!r} needs sharding, and parallel.zero=0 has none; "
-                        f"use parallel.zero=1, 2 or 3, or leave parallel.{key} out"
-                    )
-        elif self.unused_parameters:
-            raise TrainerConfigError(
-                f"parallel.unused_parameters=True is an option of zero=0, and parallel.zero={self.zero}; leave it out: "
-                "sharded parameters may stay unused"
-            )
 
 
 class Prefetch:

@@ -24,7 +24,7 @@ from penstock.trainer.checkpoint.config import CheckpointConfig
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.errors import StallError
 from penstock.trainer.evaluation.evaluate import EvaluateConfig, Evaluation
-from penstock.trainer.parallel.model import ParallelConfig
+from penstock.trainer.parallel.config import ParallelConfig
 from penstock.trainer.parallel.precision import PrecisionConfig
 from penstock.trainer.ranks.world import close_world, open_world
 from penstock.trainer.report.config import ReportConfig

@@ -1,0 +1,85 @@
+"""Options of how the model and its training are spread over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import TrainerConfigError
+from ..options import check_choice, check_range
+from ..ranks.mesh import MeshSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """What each rank keeps, and how ranks exchange gradients and weights."""
+
+    zero: Literal[0, 1, 2, 3] = 0
+    """0: replicate everything; 1: shard the optimizer state; 2: and gradients; 3: and weights."""
+
+    overlap: bool = True
+    """Exchange while computing; false: one bucket (zero=0), no prefetch (zero=1..3)."""
+
+    bucket_mb: float = 25.0
+    """With zero=0, largest size of the buckets in which gradients are exchanged, in MiB; small models have smaller."""
+
+    unused_parameters: bool = False
+    """With zero=0, allow steps in which some parameters get no gradient."""
+
+    blocks: tuple[str, ...] = ()
+    """With zero=1..3, class names of the modules to shard one by one; none: the items of each ModuleList."""
+
+    cpu_offload: bool = False
+    """With zero=1..3, keep weights, gradients and optimizer state in host memory."""
+
+    hybrid: bool = False
+    """With zero=1..3, shard within a node and replicate across nodes."""
+
+    sync_batchnorm: bool = False
+    """Take the statistics of batch norms over all ranks; CUDA only."""
+
+    tp: int = 1
+    """Tensor parallelism: ranks over which the weights of each layer are cut, as ``plan`` says."""
+
+    plan: str | None = None
+    """With tp, import path of a plan or of a function of the model that returns one; none: its ``parallelize_plan``."""
+
+    pp: int = 1
+    """Pipeline parallelism: stages, one after another, that the model is cut into."""
+
+    schedule: str = "1F1B"
+    """With pp, the order of forwards and backwards, by torch's names: GPipe, 1F1B, Interleaved1F1B, ..."""
+
+    microbatches: int = 8
+    """With pp, parts that each batch is cut into."""
+
+    stages: tuple[str, ...] = ()
+    """With pp, the module that each stage after the first begins with; none: stages of about equal parameters."""
+
+    cp: int = 1
+    """Context parallelism: ranks over which each sequence is cut."""
+
+    ep: int = 1
+    """Expert parallelism: replicas over which the experts of mixtures of experts are spread."""
+
+    def __post_init__(self) -> None:
+        check_choice("parallel.zero", self.zero, (0, 1, 2, 3))
+        check_range("parallel.bucket_mb", self.bucket_mb, low=0.0, above=True)
+        for key in ("tp", "pp", "cp", "ep", "microbatches"):
+            check_range(f"parallel.{key}", getattr(self, key), low=1)
+        if self.zero == 0:
+            for key in ("cpu_offload", "hybrid", "blocks"):
+                if getattr(self, key):
+                    raise TrainerConfigError(
+                        f"parallel.{key}={getattr(self, key)!r} needs sharding, and parallel.zero=0 has none; "
+                        f"use parallel.zero=1, 2 or 3, or leave parallel.{key} out"
+                    )
+        elif self.unused_parameters:
+            raise TrainerConfigError(
+                f"parallel.unused_parameters=True is an option of zero=0, and parallel.zero={self.zero}; leave it out: "
+                "sharded parameters may stay unused"
+            )
+
+    def fill(self, world_size: int) -> MeshSizes:
+        """The mesh of ``world_size`` ranks. Raises TrainerConfigError where the sizes do not divide them."""
+        return MeshSizes.fill(world_size, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep)

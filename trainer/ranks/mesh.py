@@ -1,0 +1,163 @@
+"""The ranks as a mesh: which of them hold parts of one replica of the model, and which hold the same part of others.
+
+A replica is trained on samples of its own; the ranks of one replica see the same samples. The dimensions, outermost
+first, have the field's usual order and names, which ``DistributedDataLoader(mesh=)`` knows: ``pp`` (pipeline stages),
+``dp`` (replicas), ``cp`` (cuts of the sequence), ``tp`` (cuts of the weights). Experts lie along ``ep``, which is a
+part of ``dp``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import TrainerConfigError
+from .world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DIMS = ("pp", "dp", "cp", "tp")
+"""Dimensions of a mesh, outermost first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """Ranks along each dimension; their product, without ``ep``, is the number of ranks."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def fill(cls, world_size: int, *, pp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> MeshSizes:
+        """The mesh of all ranks, whose ``dp`` is what the other dimensions leave.
+
+        Raises:
+            TrainerConfigError: they do not divide the ranks, or ``ep`` does not divide ``dp``.
+        """
+        replica = pp * cp * tp
+        if world_size % replica:
+            asked = ", ".join(f"{name}={size}" for name, size in (("pp", pp), ("cp", cp), ("tp", tp)) if size > 1)
+            raise TrainerConfigError(
+                f"parallel: {asked} needs {replica} ranks for each replica of the model, and {world_size} "
+                f"{'rank is' if world_size == 1 else 'ranks are'} not a multiple of that; start "
+                f"{-(-world_size // replica) * replica} ranks, or choose sizes whose product divides {world_size}"
+            )
+        dp = world_size // replica
+        if dp % ep:
+            raise TrainerConfigError(
+                f"parallel.ep={ep} spreads the experts over replicas, and there are {dp} of them ({world_size} ranks, "
+                f"{replica} for each replica); use a divisor of {dp}, or start another number of ranks"
+            )
+        return cls(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Coordinates of a rank, by dimension."""
+        place = {}
+        for name in reversed(DIMS):
+            rank, place[name] = divmod(rank, getattr(self, name))
+        return {name: place[name] for name in DIMS}
+
+    def describe(self, rank: int) -> str:
+        """The rank in words, with its place along each dimension that has more than one: ``rank 5 (pp 1, tp 1)``."""
+        place = ", ".join(f"{name} {at}" for name, at in self.place(rank).items() if getattr(self, name) > 1)
+        return f"rank {rank} ({place})" if place and (self.pp, self.cp, self.tp) != (1, 1, 1) else f"rank {rank}"
+
+
+class Mesh:
+    """This process's place in the mesh, and the groups that its collectives go over; making it is a collective.
+
+    Where each replica is one rank (``is_spread`` is false) there is nothing but the world: ``device_mesh`` and all
+    groups are None, which torch takes for all ranks. Constant after construction.
+    """
+
+    def __init__(self, world: World, sizes: MeshSizes | None = None) -> None:
+        self.world = world
+        self.sizes = MeshSizes(dp=world.world_size) if sizes is None else sizes
+        if self.sizes.world_size != world.world_size:
+            raise TrainerConfigError(
+                f"a mesh of {self.sizes} does not have the {world.world_size} ranks that there are"
+            )
+        self.place = self.sizes.place(world.rank)
+        self.device_mesh: DeviceMesh | None = None
+        self.gradient_group: ProcessGroup | None = None
+        """Ranks with the same part of the model and other tokens: (dp, cp). Gradients are averaged over them."""
+        self.stage_group: ProcessGroup | None = None
+        """Ranks of one pipeline stage: (dp, cp, tp). They run the same modules."""
+        self.pipeline_group: ProcessGroup | None = None
+        """Stages of one replica: (pp)."""
+        if not self.is_spread:
+            return
+        shape = tuple(getattr(self.sizes, name) for name in DIMS)
+        self.device_mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=DIMS)
+        self.pipeline_group = self.device_mesh.get_group("pp")
+        self.gradient_group = self._group("pp", "tp")
+        self.stage_group = self._group("pp")
+
+    @property
+    def is_spread(self) -> bool:
+        """Return whether a replica of the model lies on several ranks."""
+        return (self.sizes.pp, self.sizes.cp, self.sizes.tp) != (1, 1, 1)
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the model, each with samples of its own."""
+        return self.sizes.dp
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank's replica: its rank among those that share out the samples."""
+        return self.place["dp"]
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Number of ranks whose gradients are averaged."""
+        return self.sizes.dp * self.sizes.cp
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.place["pp"] == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.place["pp"] == self.sizes.pp - 1
+
+    @property
+    def counts(self) -> bool:
+        """Return whether this rank's losses and counts enter sums over all ranks, so that each enters once.
+
+        Of the ranks of a replica these are the last stage's first ones along ``tp``; each cut of a sequence counts its
+        own tokens.
+        """
+        return self.is_last_stage and self.place["tp"] == 0
+
+    @property
+    def counts_rows(self) -> bool:
+        """Return whether this rank's rows enter sums over all ranks: one rank of each replica."""
+        return self.counts and self.place["cp"] == 0
+
+    def describe(self, rank: int | None = None) -> str:
+        """A rank in words, with its place; None is this one."""
+        return self.sizes.describe(self.world.rank if rank is None else rank)
+
+    def _group(self, *fixed: str) -> ProcessGroup:
+        """The ranks whose places along ``fixed`` are this one's; every rank makes all groups of that kind."""
+        by_place: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world.world_size):
+            place = self.sizes.place(rank)
+            by_place.setdefault(tuple(place[name] for name in fixed), []).append(rank)
+        own, _ = dist.new_subgroups_by_enumeration(list(by_place.values()))  # type: ignore[no-untyped-call]
+        assert isinstance(own, dist.ProcessGroup)
+        assert dist.get_world_size(own) == self.world.world_size // math.prod(getattr(self.sizes, one) for one in fixed)
+        return own
