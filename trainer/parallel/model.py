@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -138,6 +139,11 @@ class ParallelModel:
         )
         self._master_weights = MasterWeights(model)
         self._exchanges_last: bool | None = None
+        self._accountants: list[Any] = [
+            module
+            for module in model.modules()
+            if all(hasattr(module, name) for name in ("after_update", "forget_step"))
+        ]
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
         self._replaced = dict(zip(map(id, before), model.parameters(), strict=True))
@@ -212,6 +218,23 @@ class ParallelModel:
             share_buffers(self.inner.buffers(), self.world)
             self.usage.begin_step()
             self.order.begin_step()
+
+    def end_step(self, *, updated: bool) -> None:
+        """Tell modules that keep account of a step that it is over; after an update a collective, where there are such.
+
+        ``after_update(add_up)`` gets a function that sums a tensor over all ranks that exchange gradients;
+        ``forget_step()`` follows a step without an update.
+        """
+        for module in self._accountants:
+            if updated:
+                module.after_update(self._add_up)
+            else:
+                module.forget_step()
+
+    def _add_up(self, amount: torch.Tensor) -> torch.Tensor:
+        if self.exchanges:
+            dist.all_reduce(amount)
+        return amount
 
     def activity(self) -> dict[str, str]:
         """The sharded module that forward is in: where ranks run different ones, each waits for the others' weights."""

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ..data.batches import VALID
 from ..errors import TrainerConfigError
+from .experts import ExpertsConfig, MixtureOfExperts, list_mixtures
 from .gpt import Tokens, open_texts
 from .llama_config import LLAMA3_SCALING, LlamaConfig
 
@@ -93,14 +94,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with a norm before it and a residual around it."""
+    """Attention and a feed-forward layer, or experts, each with a norm before it and a residual around it."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if config.experts is None else _make_experts(config, config.experts)
 
     def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, mask)
@@ -200,9 +201,11 @@ def read_documents(split: str, *, tokenizer: str, vocabulary: int, max_bytes: in
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of all tokens that are predicted, and their number."""
+    """The sum of the losses of all tokens that are predicted, and their number; experts may add an auxiliary loss."""
     scores, targets = _predict(model, batch)
-    return F.cross_entropy(scores, targets, ignore_index=_NO_TARGET, reduction="sum"), (targets != _NO_TARGET).sum()
+    total = F.cross_entropy(scores, targets, ignore_index=_NO_TARGET, reduction="sum")
+    auxiliary = [one.auxiliary_loss for _, one in list_mixtures(model) if one.auxiliary_loss is not None]
+    return sum(auxiliary, total), (targets != _NO_TARGET).sum()
 
 
 def measure(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -220,6 +223,11 @@ def _predict(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
     targets = batch["tokens"].masked_fill(~counts, _NO_TARGET)[:, 1:]
     scores = model(batch["tokens"][:, :-1], batch["position_ids"][:, :-1], batch["document_ids"][:, :-1])
     return scores.flatten(0, 1).float(), targets.flatten()
+
+
+def _make_experts(config: LlamaConfig, experts: ExpertsConfig) -> MixtureOfExperts:
+    std = config.initializer_range
+    return MixtureOfExperts(config.hidden_size, config.intermediate_size, experts, std, _residual_std(config))
 
 
 def _residual_std(config: LlamaConfig) -> float:

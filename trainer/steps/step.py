@@ -237,6 +237,7 @@ class StepRunner:
             if buffers is not None:
                 buffers.restore()
         self._gradients.clear()
+        self._parallel.end_step(updated=outcome == "updated")
         return StepResult(
             loss=totals.loss / totals.count if totals.count else math.nan,
             count=totals.count,
