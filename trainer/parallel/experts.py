@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Journey:
-    """How rows came to this rank, so that results find their way back."""
+    """The way of rows to this rank, by which results go back."""
 
     sent: list[int]
     """Rows that this rank sent to each."""

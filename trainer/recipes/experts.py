@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,7 +86,8 @@ class Router(nn.Module):
 
         A weight of 0 stands for an expert that has no room left for the token.
         """
-        with torch.autocast(x.device.type, enabled=False):  # rounded scores would choose other experts
+        # Rounded scores would choose other experts. The meta device has no autocast.
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.float(), self.weight.float()).softmax(-1)
         chosen = (scores.detach() + self.bias.float()).topk(self.config.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(-1, chosen)

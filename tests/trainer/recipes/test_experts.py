@@ -85,19 +85,19 @@ def test_experts_that_no_token_chose_have_gradients_of_zero() -> None:
 
 
 def test_biases_bring_all_experts_to_their_share() -> None:
-    layer = make_layer(num_experts_per_tok=1, bias_rate=0.02)
+    layer = make_layer(num_experts_per_tok=1, bias_rate=0.003)
     with torch.no_grad():
         layer.router.weight[0] += 1.0
-    x = torch.randn(8, 64, WIDTH) + 0.3
+    x = torch.randn(4, 64, WIDTH) + 0.3
     layer(x)
     layer.after_update(lambda load: load)
     assert layer.shares is not None
     before = float(layer.shares.max())
-    for _ in range(200):
+    for _ in range(400):
         layer(x)
         layer.after_update(lambda load: load)
     assert before > 0.4
-    assert float(layer.shares.max()) < 0.25
+    assert float(layer.shares.max()) < 0.3
 
 
 def test_a_step_without_an_update_and_evaluation_leave_the_balance_alone() -> None:
