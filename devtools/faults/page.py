@@ -72,9 +72,9 @@ share, not for one with `rank=0, world_size=1`.
   before, a note at its error says so.
 - A rank that **cannot make its loader** (a folder that it cannot write) ends the others at their first batch, once the
   process group is initialised; blocked ones log it. If all ranks fail alike, each raises its own error.
-- A rank that **falls silent** (stopped, its host down or cut off) is reported to all after two minutes: each rank counts
-  up a key of the store every five seconds, and watches the next rank's. One that is cut off from the store says so after
-  two to three minutes.
+- A rank that **falls silent** (stopped, its host down or cut off) is reported to all after two minutes: each rank
+  counts up a key of the store every five seconds, and watches the next rank's. One that is cut off from the store says
+  so after two to three minutes.
 - Ranks that **call differently** get an error within seconds that names both: `set_batch_size`, `set_weights`,
   `set_shares` and `skip_batches` with other values, at another batch, or left out. This holds for loaders that all
   ranks of the process group share, or all of a mesh that has all ranks.
