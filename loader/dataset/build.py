@@ -177,7 +177,7 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
             warnings.warn(
                 f"the manifest beside {selection.url} is of format {_show_format(saved.format, saved.config)}, and the "
                 f"shards are read as {_show_format(given.name, given.config())}: this run indexes them itself and "
-                "compares no checksums; `penstock index`, given that format, makes it for all runs",
+                "compares no checksums; run `penstock index` with that format to index them for all runs",
                 StaleManifestWarning,
                 stacklevel=2,
             )
@@ -238,7 +238,7 @@ def _warn_stale(url: str, *, new: int, gone: int, unchecked: bool = False) -> No
     )
     warnings.warn(
         f"the manifest beside {url} is out of date: {changes}; this run uses a corrected copy"
-        f"{', and compares no checksums' if unchecked else ''}; `penstock index {url}` corrects it for all runs",
+        f"{', and compares no checksums' if unchecked else ''}; run `penstock index {url}` to correct it for all runs",
         StaleManifestWarning,
         stacklevel=2,
     )

@@ -96,8 +96,8 @@ def heed_names(
         more = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
         are = "is" if len(missing) == 1 else "are"
         tell(
-            f"{root}: {', '.join(missing[:_NAMED])}{more} {are} missing, as the names of the other shards tell; it is "
-            "read without. Where a part is wanted, a pattern or a list that names it alone says so"
+            f"{root}: {', '.join(missing[:_NAMED])}{more} {are} missing, by the names of the other shards, which are "
+            "read. If you want only these, name them by a pattern or a list"
         )
 
 

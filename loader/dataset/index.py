@@ -206,7 +206,7 @@ class _Opening:
             indexes = index_shards(store, pending.shard_format, tasks, threads=self.threads, advance=advance)
         doubts = [(task.info.key, index.doubt) for task, index in zip(tasks, indexes, strict=True) if index.doubt]
         if doubts:
-            others = f"; so it is in {len(doubts) - 1:,} more of its shards" if len(doubts) > 1 else ""
+            others = f"; {len(doubts) - 1:,} more of its shards have the same" if len(doubts) > 1 else ""
             warn_doubt(f"{pending.url}{doubts[0][0]}: {doubts[0][1]}{others}")
         return with_names_of_parts(store, assemble(pending, dict(zip(missing, indexes, strict=True))))
 

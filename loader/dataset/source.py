@@ -315,8 +315,8 @@ def _select_subset(store: Store, selection: Selection) -> Selection:
             subsets = read_subsets(text)
         except ValueError as exc:
             warn_doubt(
-                f"{selection.url}{readme.key}: the subsets (configs) that it lists are not understood ({exc}), so they "
-                "may be mixed; name the shards of one by a pattern, or correct the list"
+                f"{selection.url}{readme.key}: its list of subsets (configs) cannot be read ({exc}), so subsets may be "
+                "mixed; name the shards of one by a pattern, or correct the list"
             )
             continue
         if len(subsets) < 2:

@@ -290,7 +290,7 @@ class PeerWatch:
             names = self._names_here(incident)
             if names is not None:
                 self._heard.pending.append(Pending(error, names))
-        _LOG.error("%s", error if names is not None else f"{error} (of a loader that is closed on this rank)")
+        _LOG.error("%s", error if names is not None else f"{error} (that loader is closed on this rank)")
         store.add(f"{NAMESPACE}/{number}/known", 1)  # after the log has it: the rank that failed may exit now
 
     def _names_here(self, incident: Incident) -> tuple[str, ...] | None:

@@ -172,8 +172,8 @@ class ChunkChecks:
             is_first, self._has_warned = not self._has_warned, True
         if is_first:
             warnings.warn(
-                f"{self._manifest.url}: its manifest has checksums of whole chunks alone, and parts of chunks are "
-                "read, which are not compared; `penstock index` adds theirs",
+                f"{self._manifest.url}: the manifest has checksums of whole chunks only, so parts of chunks are read "
+                "unchecked; run `penstock index` to add checksums of the parts",
                 UncheckedColumnsWarning,
                 stacklevel=2,
             )

@@ -246,4 +246,6 @@ class Sampler:
         self.is_loaded = True
         self.skip_end(report)
         if news:
-            warnings.warn("the mixture is not the state's: " + "; ".join(news), MixtureChangedWarning, stacklevel=4)
+            warnings.warn(
+                "the mixture differs from the state's: " + "; ".join(news), MixtureChangedWarning, stacklevel=4
+            )

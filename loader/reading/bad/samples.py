@@ -105,7 +105,7 @@ class BadSamples:
         return self._epochs[epoch]
 
     def _warn(self, entry: Quarantined) -> None:
-        where = f"; all are written to {self._file.path}" if self._file is not None else "; see loader.bad_samples"
+        where = f"; {self._file.path} records all bad samples" if self._file is not None else "; see loader.bad_samples"
         warnings.warn(f"{entry.reason}; it is {self.after}{where}", BadSampleWarning, stacklevel=2)
 
     def _check(self, epoch: int) -> None:

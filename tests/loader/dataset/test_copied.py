@@ -133,7 +133,7 @@ def test_what_was_written_anew_with_the_same_sizes_is_indexed_and_told_at_each_s
     shutil.copy(tmp_path / "old" / MANIFEST_NAME, tmp_path / "new")
     for _ in range(2):
         with pytest.warns(
-            StaleManifestWarning, match=rf"{count} new or changed shards.* compares no checksums; `penstock in"
+            StaleManifestWarning, match=rf"{count} new or changed shards.* compares no checksums; run `penstock in"
         ):
             opened = open_manifest(str(tmp_path / "new"))
         assert opened.checksums is None

@@ -111,7 +111,7 @@ def test_an_error_stops_its_own_loader_on_other_ranks_and_no_loader_beside_or_af
     after = {"after closed": 5, "after forgotten": 5, "beside": 5}
     assert failed["first"] == {"closed": own, "forgotten": own, **after}
     assert other["first"] == after
-    assert log.count("(of a loader that is closed on this rank)") == 2
+    assert log.count("(that loader is closed on this rank)") == 2
     assert failed["order"] == {"val": own, "train": 2}
     assert other["order"]["train"] == 2
     assert other["order"]["val"].startswith(told + own)
@@ -249,7 +249,7 @@ def test_of_two_loaders_that_one_which_failed_elsewhere_is_stopped_alone(group: 
     with open_loader(data) as following:
         tell(group, 3, "too late", other)
         wait_until(lambda: "too late" in caplog.text)
-        assert "(of a loader that is closed on this rank)" in caplog.text
+        assert "(that loader is closed on this rank)" in caplog.text
         assert sum(1 for _ in following) == 50
 
 

@@ -102,7 +102,7 @@ def test_a_bucket_is_listed_whole_beside_a_key_that_no_store_reads(
         assert all(bytes(store.get(info.key)) == info.key.encode() for info in expected)
     (said,) = [record.getMessage() for record in caplog.records]
     assert repr(odd.removeprefix("t/")) in said
-    assert "rename these" in said
+    assert "rename them" in said
 
 
 def test_markers_of_folders_are_left_out_without_a_warning(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
