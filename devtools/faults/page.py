@@ -16,18 +16,8 @@ from .hosts.scene import LAUNCHER_S
 _HEAD = """# Reliability
 
 What happens to a job when its network, its server, its processes or its disk fail: what you see, what is lost, and how
-long it takes.
-
-| what fails | what happens |
-| --- | --- |
-| a request | it is retried for two minutes; a slow one is overtaken by a second request |
-| the store, for good | an error that names the object and says what to do |
-| a rank | all ranks stop in seconds with the first cause; the next start continues from the checkpoint |
-| a host, or its link | all ranks stop within `stall_timeout_s` (with the trainer) |
-| the cache's disk | a warning; speed is lost, the run continues |
-
-All of it is measured: `python -m devtools faults` makes each fault between real processes and a real S3 server,
-compares every batch with the plan and every sample with a digest, and fails where a limit does not hold.
+long it takes. All of it is measured: `python -m devtools faults` makes each fault between real processes and a real S3
+server, compares every batch with the plan and every sample with a digest, and fails where a limit does not hold.
 
 ## What is promised
 
@@ -85,6 +75,8 @@ A thread looks at the store twice a second (less often with more than a thousand
 more.
 
 """
+
+_FEW_WORDS = 3  # which are said again rather than "the same"
 
 _GROUPS = {
     "network": "Network and server",
@@ -164,9 +156,12 @@ def _list_tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"### {title}\n\n"
         yield "| fault | what you see | longest wait | error after | speed |\n"
         yield "| --- | --- | --- | --- | --- |\n"
+        before = ""
         for case in CASES:
             if case.group == group and case.name in found:
-                yield _format_row(case, found[case.name])
+                row = found[case.name]
+                yield _format_row(case, row, before=before)
+                before = _describe_sight(case, row)
         yield "\n"
 
 
@@ -178,23 +173,36 @@ def _list_hosts(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield _HOSTS
     yield "| fault | what you see | longest wait | ranks ended after | torchrun after |\n"
     yield "| --- | --- | --- | --- | --- |\n"
+    before = ""
     for case in cases:
         row = found[case.name]
         launcher = ""
         if row["ended"] != "finished" and not row["skipped"]:
             launcher = "killed" if row.get("launcher_s") is None else f"{row['launcher_s']:.1f} s"
-        yield _format_row(case, row | {"ended": "", "share_of_speed": None}, last=launcher)
+        row = row | {"ended": "", "share_of_speed": None}
+        yield _format_row(case, row, last=launcher, before=before)
+        before = _describe_sight(case, row)
     yield "\n" + _BEYOND
 
 
-def _format_row(case: Case, row: dict[str, Any], last: str = "") -> str:
+def _describe_sight(case: Case, row: dict[str, Any]) -> str:
+    """What a user sees of the fault, and limits that did not hold."""
     if row["skipped"]:
-        return f"| {case.fault} | not played here: {row['skipped']} | | | |\n"
+        return f"not played here: {row['skipped']}"
     sees = case.sees if row["ended"] != "error" else f"`{row['error']}`: {case.sees}"
+    return sees + (f" **{'; '.join(row['failures'])}**" if row["failures"] else "")
+
+
+def _format_row(case: Case, row: dict[str, Any], *, last: str = "", before: str = "") -> str:
+    """A row of a table; what is seen as in the row ``before`` is not said again."""
+    sees = _describe_sight(case, row)
+    if sees == before and len(sees.split()) > _FEW_WORDS:
+        sees = "the same"
+    if row["skipped"]:
+        return f"| {case.fault} | {sees} | | | |\n"
     error = "" if row["error_s"] is None else f"{row['error_s']:.1f} s"
     speed = last if row["share_of_speed"] is None else f"{row['share_of_speed']:.2f}"
-    failed = f" **{'; '.join(row['failures'])}**" if row["failures"] else ""
-    return f"| {case.fault} | {sees}{failed} | {row['gap_s']:.1f} s | {error} | {speed} |\n"
+    return f"| {case.fault} | {sees} | {row['gap_s']:.1f} s | {error} | {speed} |\n"
 
 
 def _describe_soak(soak: dict[str, Any]) -> str:

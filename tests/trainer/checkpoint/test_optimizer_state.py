@@ -112,8 +112,8 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_says_what_differs(worl
         assert tuple(second.optimizer.param_groups[0]["betas"]) == (0.8, 0.99)
         assert second._saver.checkpointer is not None
         assert sorted(second._saver.checkpointer.changed_settings) == [
-            "optimizer group 0: betas=(0.8, 0.99), where the checkpoint had (0.9, 0.99)",
-            "optimizer group 0: weight_decay=0.25, where the checkpoint had 0.5",
+            "optimizer group 0: betas=(0.8, 0.99); the checkpoint had (0.9, 0.99)",
+            "optimizer group 0: weight_decay=0.25; the checkpoint had 0.5",
         ]
         assert all(float(state["step"]) == 2 for state in second.optimizer.state.values())
     with make(world, str(tmp_path), adam(weight_decay=0.5, betas=(0.9, 0.99))) as same:
@@ -161,8 +161,8 @@ def test_a_setting_that_is_given_anew_replaces_what_was_learnt_and_the_others_st
         assert (group["k"], group["decay"], group["d"]) == (2, 0.2, 5e-3)
         assert second._saver.checkpointer is not None
         assert sorted(second._saver.checkpointer.changed_settings) == [
-            "optimizer group 0: d=0.005, where the checkpoint had 0.0225",
-            "optimizer group 0: decay=0.2, where the checkpoint had 0.1",
+            "optimizer group 0: d=0.005; the checkpoint had 0.0225",
+            "optimizer group 0: decay=0.2; the checkpoint had 0.1",
         ]
 
 
@@ -210,25 +210,25 @@ OTHERWISE: dict[str, tuple[Split, Split, list[str]]] = {
         ((FIRST, LOW), (REST, HIGH)),
         ((REST, LOW), (FIRST, HIGH)),
         [
-            "optimizer group 0: weight_decay=0.125, where the checkpoint had 0.5",
-            "optimizer group 1: weight_decay=0.5, where the checkpoint had 0.125",
-            "schedule: lr=[0.02, 0.1], where the checkpoint had [0.1, 0.02]",
+            "optimizer group 0: weight_decay=0.125; the checkpoint had 0.5",
+            "optimizer group 1: weight_decay=0.5; the checkpoint had 0.125",
+            "schedule: lr=[0.02, 0.1]; the checkpoint had [0.1, 0.02]",
         ],
     ),
     "split": (
         ((WHOLE, LOW),),
         ((FIRST, HIGH), (REST, LOW)),
         [
-            "optimizer group 0: weight_decay=0.5, where the checkpoint had 0.125",
-            "schedule: lr=[0.1, 0.02], where the checkpoint had [0.02, 0.02]",
+            "optimizer group 0: weight_decay=0.5; the checkpoint had 0.125",
+            "schedule: lr=[0.1, 0.02]; the checkpoint had [0.02, 0.02]",
         ],
     ),
     "made one": (
         ((FIRST, LOW), (REST, HIGH)),
         ((WHOLE, HIGH),),
         [
-            "optimizer group 0: weight_decay=0.5, where the checkpoint had 0.125 and 0.5",
-            "schedule: lr=[0.1], where the checkpoint had [[0.02, 0.1]]",
+            "optimizer group 0: weight_decay=0.5; the checkpoint had 0.125 and 0.5",
+            "schedule: lr=[0.1]; the checkpoint had [[0.02, 0.1]]",
         ],
     ),
 }
@@ -319,8 +319,8 @@ def test_a_resumed_run_may_train_other_parts_and_says_whose_state_is_dropped_and
         steps = {names[one]: float(state["step"]) for one, state in second.optimizer.state.items()}
         assert steps == dict.fromkeys((name for name in before if not name.startswith((*then, *now))), 2.0)
         tensors = {"body": "body.line.weight, body.line.bias", "head": "head.weight, head.bias"}
-        dropped = "the checkpoint's optimizer state is dropped for what is not trained now: "
-        new = "the checkpoint has no optimizer state for what was not trained then: it starts anew for "
+        dropped = "the optimizer state of what is no longer trained is dropped: "
+        new = "what is newly trained starts without optimizer state: "
         assert [note for note in notes_of(tmp_path) if "optimizer state" in note] == [
             *(dropped + tensors[part] for part in now),
             *(new + tensors[part] for part in then if of_trained_alone),  # others had no gradient yet

@@ -191,7 +191,7 @@ def test_evaluations_that_take_much_of_a_run_are_noted_once_with_their_share_and
     with make_trainer(world, str(tmp_path), **options) as trainer:
         trainer.train()
     found = [note for note in notes_of(tmp_path) if "evaluation takes" in note]
-    now = "it is 1" if every else "it is done after each epoch"
+    now = "now 1" if every else "now after each epoch"
     assert len(found) == 1
     assert re.fullmatch(
         rf"evaluation takes \d+% of the time so far \(3 evaluations of .* s\): .*evaluate\.every=STEPS \({now}\).*",

@@ -112,7 +112,7 @@ def test_a_rewind_is_marked_and_is_no_start_of_the_ranks(tmp_path: Path) -> None
     assert len(marks) == 2
     assert page.count(">rewound<") > 1
     assert "4→2 ranks" in page
-    assert "step 9: back to step 6, past 2 more batches; step 8: the loss &lt;9&gt; is above 4" in page
+    assert "step 9: back to step 6, skipping 2 more batches; step 8: the loss &lt;9&gt; is above 4" in page
     assert "<dt>starts</dt><dd>2</dd>" in page
     assert "<dt>rewinds</dt><dd>1</dd>" in page
 
