@@ -453,7 +453,8 @@ class DistributedDataLoader(Generic[BatchT]):
     @property
     def bad_samples(self) -> list[Quarantined]:
         """The latest 1,000 samples and chunks that ``on_error`` was asked about on this rank, each once."""
-        return [] if self._run.bad is None else self._run.bad.records
+        bad = self._run.sources.bad
+        return [] if bad is None else bad.records
 
     def activity(self) -> dict[str, Any]:
         """Describe what the next batch is waiting for, for people to read; empty if one is ready or none was asked for.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..config.loader_config import LoaderConfig
     from ..pipeline.assembler import Assembler, Equipment, Start
     from ..ranks.ledger import Ledgers
+    from ..reading.bad.samples import BadSamples
     from ..sources.kinds import Kind
     from ..sources.quarantine import Quarantine
     from ..sources.sources import Sources
@@ -26,7 +27,8 @@ class Reading:
     """The parts that batches are made with: the sources, the decoders of each kind, and the replacer of bad chunks.
 
     ``counts`` are of what is packed, by source. ``ledgers`` share the ranks' progress in streams; None where there
-    are none. ``is_logged``: an audit asks which samples were dropped.
+    are none. ``is_logged``: an audit asks which samples were dropped. ``bad`` counts the bad samples of each source;
+    None where the first one ends the run, and in a preview.
     """
 
     sources: Sources
@@ -35,6 +37,7 @@ class Reading:
     counts: Sequence[Counters]
     ledgers: Ledgers | None
     is_logged: bool
+    bad: Sequence[BadSamples | None]
 
     def apart(self) -> Reading:
         """Make a copy for a preview, which shares nothing with a running pipeline and posts nothing to other ranks."""
@@ -51,6 +54,7 @@ class Reading:
             counts=[Counters() for _ in self.counts],
             ledgers=ledgers,
             is_logged=False,
+            bad=[None for _ in sources],
         )
 
 
@@ -81,7 +85,7 @@ def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
         bucket_costs=bucket_costs,
         ledgers=_open_ledgers(f"{fingerprint}/{selected}", config) if sources.has_streams else None,
         stream_kind=source.stream_kind,
-        only_skips=source.reshaping is not None and source.reshaping.only_skips,
+        only_skips=source.only_skips,
     )
     return Sampler(schedule)
 
@@ -121,6 +125,7 @@ def make_assembler(
         "kinds": kinds,
         "quarantine": quarantine,
         "is_logged": reading.is_logged,
+        "bad": reading.bad,
     }
     if isinstance(schedule := sampler.schedule, MixtureSchedule):
         return assemble_mixture(

@@ -220,9 +220,8 @@ class DatasetSchedule(Schedule):
             cursors: dict[int, Cursors] = {}
             if _is_alike(state, self._kind):
                 cursors[0] = _read_cursors(state, self._kind, self._num_samples)
-            elif state.consumed:  # so far, each input had an output
-                due = lane_offsets(np.array(state.consumed, np.int64), lane_turns(state.lanes))
-                cursors[0] = Cursors(due, due, due)
+            elif state.consumed:
+                cursors[0] = Cursors.of_all(state.consumed, state.lanes)
             start, here = Lap(state.epoch), Lap(state.epoch, state.consumed)
             self.unsized.load(state.epoch, (start,), (here,), cursors)
         return (state.epoch, state.consumed), ()

@@ -14,6 +14,7 @@ from ..config.mixture import Mixture, check_position, update_weights
 from ..errors import ConfigError, StateMismatchError
 from ..order.auto import Choice, choose_order
 from ..order.courses import MixtureCourse
+from ..order.cursors import Cursors
 from ..order.mixtures.laps import Lap, is_over
 from ..order.mixtures.mixture import Cursor, MixturePlan
 from ..order.mixtures.source_stream import SourceStream
@@ -27,7 +28,6 @@ from .unsized import Laps, Unsized
 
 if TYPE_CHECKING:
     from ..order.costs.steps import Steps
-    from ..order.cursors import Cursors
     from ..pipeline.delivery_queue import Delivery
     from ..ranks.ledger import EpochLedger, Ledgers
     from ..sources.sources import OpenSource, Sources
@@ -419,8 +419,10 @@ class MixtureSchedule(Schedule):
         for number, (source, old) in enumerate(zip(self._sources, known, strict=True)):
             if old is None:
                 start = here = Lap()
-            elif not source.stream_kind:
+            elif not source.stream_kind or not old.stream:
                 start, here = (Lap(*divmod(taken, source.num_samples)) for taken in (old.start, old.taken))
+                if source.stream_kind:  # it begins to skip bad samples
+                    cursors[number] = Cursors.of_all(here.outputs, state.lanes)
             else:
                 stream = _read_stream(source, old, state.lanes)
                 start, here = stream.start, stream.here
@@ -439,7 +441,7 @@ def _check_stream(source: OpenSource, state: SourceState, lanes: int) -> None:
     """Raise StateMismatchError where a state's stream part does not fit this source, or is damaged."""
     if not yields_alike(source, state):
         refuse_other_stream(source.name, state.stream, source.stream_kind)
-    if not source.stream_kind:
+    if not source.stream_kind or not state.stream:
         return
     stream, given = _read_stream(source, state, lanes), state.taken - state.start
     is_within = stream.start.epoch == stream.here.epoch

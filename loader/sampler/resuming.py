@@ -51,7 +51,12 @@ def match_sources(sources: Sources, state: MixtureState) -> list[SourceState | N
 
 
 def yields_alike(source: OpenSource, old: SourceState) -> bool:
-    """Return whether a source drops or packs samples as a state says, as far as states know."""
+    """Return whether a source drops or packs samples as a state says, as far as states know.
+
+    One that drops nothing but bad samples goes on where all were delivered.
+    """
+    if source.only_skips and not old.stream:
+        return True
     kind = source.stream_kind
     return all(old.stream.get(name) == kind.get(name) for name in ("kind", "packing", "unit"))
 
@@ -64,7 +69,7 @@ def refuse_other_stream(name: str, had: Mapping[str, Any], here: Mapping[str, An
         now = "packs them otherwise (seq_len, method, tokenizer, eos, buffer_size or another setting of Packing)"
     raise StateMismatchError(
         f"the source {name!r} {before} in the state's run, and {now} here, so that its position means nothing here; "
-        "give it the same keep=, may_drop= and packing= as there, or a new name to begin it anew"
+        "give it the same keep=, may_drop=, packing= and on_error='skip' as there, or a new name to begin it anew"
     )
 
 

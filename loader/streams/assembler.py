@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ..columns import IntArray
     from ..decoding.batch import UnfinishedBatch
     from ..metrics import Counters
+    from ..reading.bad.samples import BadSamples
     from ..sampler.mixture import StreamPlace
     from ..sources.kinds import Kind
     from ..sources.quarantine import Quarantine
@@ -78,9 +79,11 @@ class StreamAssembler:
         quarantine: Quarantine,
         open_ledger: OpenLedger,
         is_logged: bool,
+        bad: Sequence[BadSamples | None],
         counts: Sequence[Counters] = (),
     ) -> None:
-        """Take, by source, ``orders``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
+        """Take, by source, ``orders``, ``counts`` of what is packed, ``bad`` samples, and ``open_ledger`` of (source,
+        epoch).
 
         ``kinds`` are those of single sources, in their order. ``last_batch``: None in a mixture.
         """
@@ -100,10 +103,7 @@ class StreamAssembler:
             )
         numbers, is_mixed = range(len(sources)), sources.is_mixed
         self._rule = TailRule() if is_mixed else TailRule(grain=share.global_batch_size, last_batch=last_batch)
-        self._of = [
-            equipment_of(equipment, sources, kinds[k], k, orders[k].order.seed) if is_mixed else equipment
-            for k in numbers
-        ]
+        self._of = [equipment_of(equipment, sources, kinds[k], k, orders[k].order.seed, bad[k]) for k in numbers]
         self._transforms = [make_transform(sources[k], self._of[k], quarantine.of_source(k)) for k in numbers]
         self._options = [
             choose_lane_options(self._transforms[k], self._of[k], len(sources), patience=_PATIENCE if is_mixed else 0)
@@ -355,6 +355,7 @@ def assemble_one(
     ledgers: Ledgers,
     last_batch: str,
     is_logged: bool,
+    bad: Sequence[BadSamples | None],
 ) -> StreamAssembler:
     """Make the assembler of one data set."""
     [source], order = sources, start.order
@@ -373,6 +374,7 @@ def assemble_one(
         quarantine=quarantine,
         open_ledger=lambda _, epoch: ledgers.open(key, lanes, epoch),
         is_logged=is_logged,
+        bad=bad,
     )
 
 
@@ -387,6 +389,7 @@ def assemble_mixture(
     open_ledger: OpenLedger,
     counts: Sequence[Counters],
     is_logged: bool,
+    bad: Sequence[BadSamples | None],
 ) -> StreamAssembler:
     """Make the assembler of a mixture, from ``place`` on."""
     return StreamAssembler(
@@ -400,5 +403,6 @@ def assemble_mixture(
         quarantine=quarantine,
         open_ledger=open_ledger,
         is_logged=is_logged,
+        bad=bad,
         counts=counts,
     )
