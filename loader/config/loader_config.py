@@ -55,9 +55,7 @@ if TYPE_CHECKING:
 
 # Arguments that a mixture cannot have as a whole, and what to do instead.
 _OF_ONE_DATA_SET = {
-    "weights": "the weights of sources are in the Mixture; weights of single samples are for a loader of one data set",
-    "cost": "costs are indexed for one data set; global batches of a mixture are cut by the number of samples",
-    "bucket": "costs are indexed for one data set; the order of a mixture's sources is not bucketed",
+    "weights": "the weights of sources are in the Mixture, and those of a source's samples in Source(weights=)",
     "batch_tokens": "the weights of a mixture count samples; give batch_size= or global_batch_size=",
 }
 
@@ -159,7 +157,9 @@ class LoaderConfig:
             self._refuse_whole()
         check_shuffle(self.shuffle)
         check_order(lanes=self.lanes, window=self.window, piece=self.piece)
-        is_weighted, is_audited = self.weights is not None, self.audit_dir is not None
+        is_audited, is_weighted = self.audit_dir is not None, self.weights is not None
+        if isinstance(self.source, Mixture):
+            is_weighted = any(source.weights is not None for _, source in self.source.leaves())
         check_selection(shuffle=self.shuffle, is_weighted=is_weighted, is_audited=is_audited)
         check_last_batch(self.last_batch)
         sizes = self.batch_size, self.global_batch_size
@@ -275,7 +275,8 @@ class LoaderConfig:
         if self.split is not None:
             filled = [(name, replace(source, split=source.split or self.split)) for name, source in filled]
         return tuple(
-            AskedSource(name=name, given=source, subset=source.subset or self.subset) for name, source in filled
+            AskedSource(name=name, given=source, subset=source.subset or self.subset, weights=source.weights)
+            for name, source in filled
         )
 
     def _read_reshaping(self, asked: AskedSource, packers: dict[int, Packer]) -> Reshaping | None:

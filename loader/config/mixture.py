@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..formats.shard import ShardFormat
     from ..order.mixtures.mixture import Stop, WeightChange
     from ..packing.config import Packing
+    from .checks import SampleWeights
     from .keep import KeepChoice
 
 
@@ -52,6 +53,8 @@ class Source:
         packing: how its documents are packed, as the loader's; None to leave them as they are. Documents of several
             sources are not packed together, and shares count sequences.
         split, subset: the part of it that is read, as the loader's.
+        weights: draw its samples with replacement, in proportion to these, as the loader's of one data set. ``weight``,
+            its share of the mixture, stays what it is.
     """
 
     url: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest
@@ -67,6 +70,7 @@ class Source:
     storage_options: Mapping[str, Any] | None = _INHERITED
     split: Split | None = None
     subset: Subset | None = None
+    weights: SampleWeights | None = None
 
     def __post_init__(self) -> None:
         if self.subset is not None and not isinstance(self.subset, Subset):

@@ -130,15 +130,17 @@ def test_a_state_is_that_of_a_mixture_that_stops_at_bad_samples(manifests: list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["replace", "skip"])
-def test_worker_processes_give_the_same_batches(manifests: list[Manifest], on_error: Any) -> None:
+def test_worker_processes_give_the_same_batches(manifests: list[Manifest], tmp_path: Path, on_error: Any) -> None:
     mixture = mix(manifests)
     options = {"on_error": on_error, **LIMIT, **ORDER, "global_batch_size": 12, "with_ids": True}
 
     def ids(**more: Any) -> list[Any]:
-        with DistributedDataLoader(mixture, **options, **more) as loader:
+        with DistributedDataLoader(mixture, **{**options, **more}) as loader:
             return [batch["__id__"].tolist() for batch in itertools.islice(loader, 12)]
 
-    assert ids() == ids(processes=2)
+    found = ids(quarantine=tmp_path)
+    assert ids(processes=2) == found
+    assert ids(processes=1, avoid=tmp_path, max_errors=0) == found
 
 
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "never"])
@@ -201,8 +203,8 @@ def test_the_quarantine_names_sources_and_a_later_run_avoids_what_is_in_it(
         assert {entry["id"] for entry in lines} == {i for i in range(SIZES[number]) if is_bad(number, i)}
         assert {entry["source"] for entry in lines} == {name}
         assert all(entry["shard"] in ("000.parquet", "001.parquet") for entry in lines)
-    for world_size, options in ((1, {}), (2, {}), (1, {"processes": 1})):
-        avoided, _ = run_leg(mixture, world_size, steps, None, avoid=tmp_path, max_errors=0, **options, **given)
+    for world_size in (1, 2):
+        avoided, _ = run_leg(mixture, world_size, steps, None, avoid=tmp_path, max_errors=0, **given)
         assert avoided == found
     with DistributedDataLoader(mixture, avoid=tmp_path, max_errors=0, **given) as loader:
         list(itertools.islice(loader, 10))
