@@ -18,6 +18,7 @@ from ..pipeline.assembler import (
     Equipment,
     Start,
     cut_step,
+    gather_apart,
     hand_over,
     pick_uses,
     steps_at_once,
@@ -106,17 +107,10 @@ class SpanAssembler:
             self._release_copied(_Copying(span))
             end = int(span.bounds[-1])
             return self._equipment.deliver(Delivery.end_of(span.epoch, end, end))
-        rows: AnyRows | None = None
-        apart: list[Span] = []
-        try:
-            with time_assembly(self._counters, spans=1):
-                rows = self._gather(span)
-        except Exception:
-            apart = span.apart()
-            if len(apart) == 1 or self._equipment.stopping.is_set():
-                raise
-        if rows is None:  # the batches before the one that needs what failed are delivered
-            return all(self._assemble(part) for part in apart)
+        apart = gather_apart(span, self._gather, Span.apart, self._equipment.stopping)
+        return all(self._hand_out(part, rows) for part, rows in apart)
+
+    def _hand_out(self, span: Span, rows: AnyRows) -> bool:
         may_wait = self._sources.is_local and self._equipment.options.has_spare
         self._stay_in_chunks = may_wait and self._rows.stay_in_chunks(rows)
         copying, keeps_chunks = _Copying(span), self._rows.keeps_chunks(rows)
@@ -132,15 +126,16 @@ class SpanAssembler:
         return is_delivered
 
     def _gather(self, span: Span) -> AnyRows:
-        groups = {group.chunk: group for group in self._planner.expand(span)}
-        self._gathering, self._next_uses = span, None
-        leases = self._equipment.leases
-        return self._rows.gather(
-            span,
-            self._take(span, groups),
-            None if leases is None else leases.lend,
-            self._equipment.maker.memory if self._is_late else None,
-        )
+        with time_assembly(self._counters, spans=1):
+            groups = {group.chunk: group for group in self._planner.expand(span)}
+            self._gathering, self._next_uses = span, None
+            leases = self._equipment.leases
+            return self._rows.gather(
+                span,
+                self._take(span, groups),
+                None if leases is None else leases.lend,
+                self._equipment.maker.memory if self._is_late else None,
+            )
 
     def _take(self, span: Span, groups: dict[int, ChunkRows]) -> Iterator[tuple[ChunkRows, Block]]:
         for chunk, loaded in self._reader.take([*groups]):
