@@ -120,7 +120,7 @@ class DistributedDataLoader(Generic[BatchT]):
         on_error: what a sample that cannot be read, decoded or transformed does: "stop" raises; "skip" drops it;
             "replace" delivers another one, which depends on (seed, epoch, sample id) alone.
         max_errors: how many samples of an epoch may be bad on a rank, as a number or as a share of the rank's samples
-            (by default 0.01), before it is an error; see ``bad_samples``.
+            (by default 0.01), before it is an error; see ``bad_samples``. Of a mixture: of each source's own epoch.
         max_bad_chunks: how many unreadable chunks are replaced by others before it is an error; each is reported by a
             warning and in ``bad_chunks``. None: with "stop" none, else as many as ``max_errors`` allows.
         quarantine: a folder in which each rank writes down its bad samples and chunks; by default ``audit_dir``.
