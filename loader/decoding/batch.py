@@ -165,8 +165,11 @@ class BatchMaker:
             counters=self.counters,
             is_stopped=self.stopping.is_set,
             bad=self.bad,
+            replacer=self.replacer,
+            avoided=self.options.avoided,
             memory=self.memory,
-            random_keys=self.random_keys if self.random_keys is not None and self._draws() else None,
+            random_keys=self.random_keys,
+            draws=self._draws(),
         )
 
     def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:
@@ -228,8 +231,8 @@ class UnfinishedBatch(ABC):
         return True
 
     @property
-    def replaced(self) -> IntArray | None:
-        """Replaced rows among those that count, once there is a result: (n, 2) planned ids and their substitutes."""
+    def delivered(self) -> IntArray | None:
+        """(rows,) the sample ids of the rows that count, once there is a result; None where they are those planned."""
         return None
 
 
@@ -253,21 +256,13 @@ class PendingBatch(UnfinishedBatch):
             self._job.begin(self._maker.pool)
 
     @property
-    def replaced(self) -> IntArray | None:
-        if self._ids is self._planned_ids:
-            return None
-        planned, ids = self._planned_ids[: self._num_valid], self._ids[: self._num_valid]
-        if not np.any(planned != ids):
-            return None
-        pairs: IntArray = np.stack((planned, ids), axis=1)[planned != ids]
-        return pairs
+    def delivered(self) -> IntArray | None:
+        return None if self._ids is self._planned_ids else self._ids[: self._num_valid]
 
     def result(self) -> Batch:
         job = wait_for_rows(self._job)
         job.finish()
-        if job.results.failed:
-            assert self._maker.replacer is not None
-            self._ids = self._maker.replacer.replace(job.task, job.rows, job.results, self._maker.decoders)
+        self._ids = job.ids
         options = self._maker.options
         if options.transform is None and options.collate is None:
             return self._maker.complete(job.fields(), self._ids, self._num_rows, self._num_valid)

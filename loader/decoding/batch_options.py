@@ -62,7 +62,6 @@ class BatchOptions:
             seed=self.seed,
             may_drop=self.may_drop,
             goes_on=self.goes_on,
-            avoided=self.avoided,
         )
 
     def refuse_taken_names(self, fields: Collection[str], data: str) -> None:

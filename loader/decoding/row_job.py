@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..columns import AnyArray, Ragged
+from ..columns import AnyArray, IntArray, Ragged
 from ..errors import LoaderClosedError
 from .batch_values import BatchValues
 from .byte_views import ByteViews
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..metrics import Counters
     from ..reading.bad.samples import BadSamples
     from .batch_memory import BatchMemory
+    from .replace import Replacer
     from .rows import Rows
     from .workers.images import ImageProcesses
     from .workers.pool import WorkerPool
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 class RowCrew:
     """The workers that do ``work`` on rows: ``pool``'s threads, ``workers``, or ``images``, about ``parts`` at once.
 
-    Where bad samples are dropped, ``bad`` counts them. Slots of a batch lie in ``memory``. Where
-    not all rows are of one source, ``random_keys`` makes the ``keys`` of their ``RowTask``.
+    Where bad samples are dropped, ``bad`` counts them; where others replace them, ``replacer`` does. ``avoided`` ids
+    are bad without being tried. Slots of a batch lie in ``memory``. Where not all rows are of one source,
+    ``random_keys`` makes the ``keys`` of their ``RowTask``, which they need if the work ``draws``.
     """
 
     work: RowWork
@@ -53,31 +55,39 @@ class RowCrew:
     counters: Counters
     is_stopped: Callable[[], bool]
     bad: BadSamples | None
+    replacer: Replacer | None
+    avoided: frozenset[int]
     memory: BatchMemory | None
     random_keys: Callable[[Rows], AnyArray] | None = None
+    draws: bool = False
 
 
 class RowJob:
-    """Rows that are being decoded and transformed, by the threads of the pool or by worker processes."""
+    """Rows that are being decoded and transformed, by the threads of the pool or by worker processes.
+
+    ``ids`` (n,) int64 are those of what is there after ``finish``, where others replace bad samples.
+    """
 
     def __init__(self, crew: RowCrew, rows: Rows, epoch: int, keys: AnyArray | None = None) -> None:
-        if keys is None and crew.random_keys is not None:
+        if keys is None and crew.draws and crew.random_keys is not None:
             keys = crew.random_keys(rows)
         self._crew = crew
         self.rows = rows
+        self.ids: IntArray = rows.ids
         settled = crew.decoders.settled
         encoded = {
             name: decoder
             for name, values in rows.fields.items()
             if isinstance(values, list) and (decoder := settled.get(name)) is not None
         }
-        self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys)
+        avoided = crew.avoided.intersection(rows.ids.tolist()) if crew.avoided else crew.avoided
+        self.task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, keys, avoided)
         self._work = crew.work
         self._lock = threading.Lock()
         self._results: RowResults | None = None
         self._rows_left = len(rows.ids)  # that some thread has not worked on yet without an error
         self._futures: list[Future[None]] = []
-        if encoded or crew.work.transform is not None or crew.work.avoided:
+        if encoded or crew.work.transform is not None or avoided:
             submit, parts, least_s = self._submit_to_threads, crew.parts, THREADS_LEAST_S
             if crew.workers is not None:
                 submit, least_s = self._submit_to_workers, PROCESSES_LEAST_S
@@ -185,10 +195,22 @@ class RowJob:
         return (samples, None) if failed is None else (samples[: failed.row], self.explain(failed))
 
     def finish(self) -> None:
-        """Wait until all rows are done. Raises what decoding or transform raised of the first that failed."""
+        """Wait until all rows are done, and replace bad ones. Called once.
+
+        Raises:
+            What decoding or transform raised of the first that failed.
+            DatasetError: more samples are bad than may be, or nothing is found that could replace one.
+        """
         failed = self.wait()
         if failed is not None:
             raise self.explain(failed)
+        if self._results is not None and self._results.failed:
+            crew = self._crew
+            assert crew.replacer is not None
+            keys = self.task.keys
+            if keys is None and crew.random_keys is not None:
+                keys = crew.random_keys(self.rows)
+            self.ids = crew.replacer.replace(self.task, self.rows, self._results, crew.decoders, self._work, keys)
 
     def fields(self) -> dict[str, Any]:
         """Get the values of each field, one a row, as batches have them; after ``finish``."""

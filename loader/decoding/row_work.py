@@ -52,7 +52,8 @@ class RowTask:
     """Rows of one batch: (n,) int64 sample ids, and n values of each field; the ``encoded`` ones are to be decoded.
 
     ``first_row`` is the number of the first row within the batch. ``keys`` (n, 3) uint64 are the seed, epoch and sample
-    id of each row's random numbers, where rows are of several data sets.
+    id of each row's random numbers, where rows are of several data sets. ``avoided``: those of the ids that are bad
+    without being tried.
     """
 
     epoch: int
@@ -61,6 +62,7 @@ class RowTask:
     fields: Mapping[str, Values]
     encoded: dict[str, FieldDecoder]
     keys: AnyArray | None = None
+    avoided: frozenset[int] = frozenset()
 
     def sample(self, values: Mapping[str, ResultValues], row: int) -> Sample:
         """Get one row of the decoded ``values``, as users see it: images are views in the layout of their decoder."""
@@ -78,7 +80,8 @@ class RowTask:
             if with_plain or name in self.encoded
         }
         keys = None if self.keys is None else self.keys[start:stop]
-        return RowTask(self.epoch, self.first_row + start, self.ids[start:stop], fields, self.encoded, keys)
+        first, ids = self.first_row + start, self.ids[start:stop]
+        return RowTask(self.epoch, first, ids, fields, self.encoded, keys, self.avoided)
 
 
 def channels_first(image: Any) -> Any:
@@ -102,15 +105,14 @@ class RowResults:
 class RowWork:
     """Decoding and ``transform``, with generators that depend on (seed, epoch, sample id) alone.
 
-    Only with ``may_drop`` may the transform return None. With ``goes_on``, the results list the bad samples, and
-    those that ``avoided`` names are bad without being tried; else the first one is raised.
+    Only with ``may_drop`` may the transform return None. With ``goes_on``, the results list the bad samples; else the
+    first one is raised.
     """
 
     transform: Callable[..., Sample | None] | None
     seed: int
     may_drop: bool = False
     goes_on: bool = False
-    avoided: frozenset[int] = frozenset()
 
     def allocate(self, task: RowTask, memory: BatchMemory | None = None) -> RowResults:
         """Make room for the results: an array (n, *shape) where the decoder knows the shape, else a list.
@@ -142,7 +144,7 @@ class RowWork:
                 raise CancelledError
             step: Step = "avoid"
             try:
-                if self.avoided and int(task.ids[row]) in self.avoided:
+                if task.avoided and int(task.ids[row]) in task.avoided:
                     raise DecodeError("avoid= names it")
                 step = "decode"
                 for name, decoder in task.encoded.items():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import StateMismatchError
+from .plan import lane_offsets, lane_turns
 
 if TYPE_CHECKING:
     from .permutation import IntArray
@@ -42,6 +43,12 @@ class Cursors:
         """Those of an epoch's beginning."""
         zeros = np.zeros(lanes, np.int64)
         return Cursors(zeros, zeros, zeros)
+
+    @staticmethod
+    def of_all(consumed: int, lanes: int) -> Cursors:
+        """Those after so many positions of an epoch, if each input so far had an output."""
+        due = lane_offsets(np.array(consumed, np.int64), lane_turns(lanes))
+        return Cursors(due, due, due)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON; of many lanes the arrays are compressed."""

@@ -49,8 +49,8 @@ class Share:
     With ``pad``, a rank gets no more samples of the last, smaller batch than of a full one, and without any it borrows
     one, to have a row to repeat. With or without ``pad``, a rank without a sample of any step of a span borrows one, to
     know which fields a batch has.
-    ``costs``: parts cost the same, instead of having as many samples. ``budget``: global batches are as large as it
-    lets them be, and ``global_batch_size`` about how large that is.
+    ``costs``, one a source: parts cost the same, instead of having as many samples. ``budget``: global batches are as
+    large as it lets them be, and ``global_batch_size`` about how large that is.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Share:
     global_batch_size: int
     weights: Sequence[float] | None = None
     pad: bool = False
-    costs: SampleCosts | None = None
+    costs: Sequence[SampleCosts] | None = None
     budget: StepBudget | None = None
 
     def __post_init__(self) -> None:

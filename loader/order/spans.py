@@ -181,17 +181,17 @@ class EnteredWindow:
 
 
 class EpochSpans:
-    """Plans one epoch's spans for one rank, from a position on."""
+    """Plans one epoch's spans for one rank, from a position on; ``source`` is its data set's number in ``share``."""
 
-    def __init__(self, plan: EpochPlan, share: Share, last_batch: str = "partial") -> None:
+    def __init__(self, plan: EpochPlan, share: Share, last_batch: str = "partial", source: int = 0) -> None:
         self.plan = plan
         self.share = share
         self.steps = plan_steps(plan, share, last_batch)
-        self._cuts: CostCuts | None = None
+        self.costs: CostCuts | None = None  # by which global batches are cut
         if share.costs is not None:
             from .costs.walk import CostCuts
 
-            self._cuts = CostCuts(plan, share.costs)
+            self.costs = CostCuts(plan, share.costs[source])
         self._windows: dict[int, deque[EnteredWindow]] = {}
         self._opened_until = np.zeros(plan.order.lanes, np.int64)  # per lane: offset up to which windows are open
 
@@ -208,9 +208,9 @@ class EpochSpans:
 
     def cuts(self, bounds: IntArray) -> IntArray:
         """Cut global batches with these bounds into shares: (steps, world_size + 1) int64."""
-        if self._cuts is None:
+        if self.costs is None:
             return self.share.cuts(np.diff(bounds))
-        return self._cuts.of(bounds, self.share.world_size, self.share.weights)
+        return self.costs.of(bounds, self.share.world_size, self.share.weights)
 
     def open_windows(self, segments: Segments) -> Iterator[EnteredWindow]:
         """Open the windows that segments are the first to need, one by one: each takes a sort of its samples."""
@@ -356,7 +356,8 @@ class SpanPlanner:
 
     def _spans_of(self, source: int, epoch: int) -> EpochSpans:
         if (source, epoch) not in self._open:
-            self._open[source, epoch] = EpochSpans(self._sources[source].plan(epoch), self._share, self._last_batch)
+            plan = self._sources[source].plan(epoch)
+            self._open[source, epoch] = EpochSpans(plan, self._share, self._last_batch, source)
         return self._open[source, epoch]
 
     def plan_next(self, most: int) -> Span:
@@ -374,7 +375,17 @@ class SpanPlanner:
         if len(spans) == 1:
             return cut_share(taken.epoch, bounds, offsets[0], spans[0].cuts(taken.parts[0].bounds), self._share, taken)
         columns = np.stack(offsets, axis=-1).reshape(len(bounds), -1)
-        return cut_share(taken.epoch, bounds, columns, self._share.cuts(np.diff(bounds)), self._share, taken)
+        return cut_share(taken.epoch, bounds, columns, self._cut(taken, spans, columns), self._share, taken)
+
+    def _cut(self, taken: Taken, spans: Sequence[EpochSpans], columns: IntArray) -> IntArray:
+        """Cut steps that take of several epochs into shares, as ``EpochSpans.cuts`` does those of one."""
+        share, costs = self._share, [of.costs for of in spans if of.costs is not None]
+        if not costs:
+            return share.cuts(np.diff(taken.bounds))
+        from .costs.walk import cut_together
+
+        parts = [(own, part.bounds) for own, part in zip(costs, taken.parts, strict=True)]
+        return cut_together(parts, columns, share.world_size, share.weights)
 
     def open_windows(self, span: Span) -> Iterator[EnteredWindow]:
         """Open the windows that a span is the first to need, one by one: each takes a sort of its samples.

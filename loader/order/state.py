@@ -115,7 +115,7 @@ class LoaderState:
         wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
         if wrong:
             raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} of the wrong type")
-        if version == _VERSION_OF_BUCKETS and not _is_bucket(state["bucket"]):
+        if version == _VERSION_OF_BUCKETS and not is_bucket(state["bucket"]):
             raise StateMismatchError(f"a damaged loader state: bucket={state['bucket']}")
         loaded = LoaderState(**{name: state[name] for name in kinds})
         try:
@@ -156,7 +156,7 @@ _LABELS = {
 }
 
 
-def _is_bucket(value: Mapping[str, Any]) -> bool:
+def is_bucket(value: Mapping[str, Any]) -> bool:
     kinds = {"index": str, "costs": str, "run": int, "pool": int}
     return set(value) == set(kinds) and all(type(value[name]) is kind for name, kind in kinds.items())
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 64  # steps that are gathered together
 _NEVER = 1 << 62
 
+W = TypeVar("W")
+G = TypeVar("G")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -114,6 +117,26 @@ def time_assembly(counters: Counters, **amounts: float) -> Iterator[None]:
     waited = counters.totals().chunk_wait_s - waited
     busy = max(0.0, time.perf_counter() - started - waited)
     counters.add(since=started, assemble_s=busy, **amounts)
+
+
+def gather_apart(
+    work: W, gather: Callable[[W], G], split: Callable[[W], Sequence[W]], stopping: Event
+) -> Iterator[tuple[W, G]]:
+    """Yield some work with what is gathered for it; where that fails, its parts one after another.
+
+    So the batches before the one that needs what failed are delivered.
+    """
+    parts: Sequence[W] = ()
+    try:
+        gathered = gather(work)
+    except Exception:
+        parts = split(work)
+        if len(parts) == 1 or stopping.is_set():
+            raise
+    if not parts:
+        yield work, gathered
+    for part in parts:
+        yield from gather_apart(part, gather, split, stopping)
 
 
 def hand_over(equipment: Equipment, item: Delivery, since: float) -> bool:

@@ -67,7 +67,7 @@ def peek(run: Run) -> Any:
             workers=None,
             counters=Counters(),
             stopping=Event(),
-            replacer=run.make_replacer(reading.sources, counts=False),
+            replacer=reading.sources.make_replacer(counts=False),
         )
         equipment = Equipment(
             source=reading.sources.chunks,

@@ -21,7 +21,11 @@ def open_view(run: Run) -> DatasetView:
     kinds = {number: kind for kind in run.reading.kinds for number in kind.sources}
     readers = [
         SampleReader(
-            source.chunks, kinds[number].decoders.on_host, partial(_work_on, run, number), run.resources.check_open
+            source.chunks,
+            kinds[number].decoders.on_host,
+            partial(_work_on, run, number),
+            run.resources.check_open,
+            source.errors.avoided,
         )
         for number, source in enumerate(sources)
     ]

@@ -45,12 +45,14 @@ class SampleReader:
         decoders: Callable[[], FieldDecoders],
         work: Callable[[], RowWork],
         check_open: Callable[[], None],
+        avoided: frozenset[int] = frozenset(),
     ) -> None:
         self.manifest: Manifest = chunks.manifest
         self._chunks = chunks
         self._decoders = decoders
         self._work = work
         self._check_open = check_open
+        self._avoided = avoided
         self._last: tuple[int, Block] | None = None
 
     def sample(self, sample_id: int, epoch: int) -> Sample:
@@ -60,16 +62,24 @@ class SampleReader:
             StorageError, FormatError: the sample's chunk cannot be read.
             DecodeError: a field cannot be decoded. What ``transform`` raises is raised, with a note.
         """
-        return self._work_on(sample_id, self._decoders(), replace(self._work(), goes_on=False), epoch)
+        work = replace(self._work(), goes_on=False)
+        return self._work_on(sample_id, self._decoders(), work, epoch, self._avoided)
 
     def raw(self, sample_id: int) -> Sample:
         """Read a sample as it is stored: fields of files as bytes, columns as their values."""
         return self._work_on(sample_id, FieldDecoders(None), RowWork(transform=None, seed=0), 0)
 
-    def _work_on(self, sample_id: int, decoders: FieldDecoders, work: RowWork, epoch: int) -> Sample:
+    def _work_on(
+        self,
+        sample_id: int,
+        decoders: FieldDecoders,
+        work: RowWork,
+        epoch: int,
+        avoided: frozenset[int] = frozenset(),
+    ) -> Sample:
         rows = self._read(sample_id, decoders)
         encoded = {name: found for name in rows.fields if (found := decoders.settled.get(name)) is not None}
-        task = RowTask(epoch, 0, rows.ids, rows.fields, encoded)
+        task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, avoided=avoided)
         results = work.allocate(task)
         failed: RowError | None = None
         try:

@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...errors import ConfigError, StateMismatchError
+from ..costs.buckets import BucketedOrder
 from ..plan import Order
 from ..sealed import check_seal, seal
+from ..state import is_bucket
 from .mixture import MOST_SAMPLES, Cursor, WeightChange
 
 VERSION = 5
@@ -21,7 +23,8 @@ class SourceState:
     """State of one source: ``taken`` samples of its endless sequence, ``start`` of them before the mixture's epoch.
 
     ``fingerprint``, ``num_samples`` and ``selection`` say which samples one of its epochs has; ``seed``, ``window`` and
-    ``piece`` are those of its order. ``stream``, of a source whose samples are dropped or packed: see ``SourceStream``.
+    ``piece`` are those of its order, and ``bucket`` its buckets, if any. ``stream``, of a source whose samples are
+    dropped or packed: see ``SourceStream``.
     """
 
     name: str
@@ -34,6 +37,7 @@ class SourceState:
     start: int
     taken: int
     stream: Mapping[str, Any] = field(default_factory=dict)
+    bucket: Mapping[str, Any] = field(default_factory=dict)
 
     def begin_epoch(self) -> SourceState:
         """The same where an epoch of the mixture begins here."""
@@ -41,8 +45,8 @@ class SourceState:
         return replace(self, start=self.taken, stream=stream)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; without ``stream`` where there is nothing in it."""
-        return {name: value for name, value in asdict(self).items() if name != "stream" or value}
+        """Ready for JSON; without ``stream`` and ``bucket`` where there is nothing in them."""
+        return {name: value for name, value in asdict(self).items() if name not in ("stream", "bucket") or value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,9 @@ class MixtureState:
 
     def order_of(self, source: SourceState) -> Order:
         """The order of one source."""
-        return Order(seed=source.seed, shuffle=self.shuffle, lanes=self.lanes, window=source.window, piece=source.piece)
+        plain = {"seed": source.seed, "shuffle": self.shuffle, "lanes": self.lanes}
+        plain |= {"window": source.window, "piece": source.piece}
+        return BucketedOrder(**plain, **source.bucket) if source.bucket else Order(**plain)
 
     def cursor(self, taken: Sequence[int]) -> Cursor:
         """The run's cursor before the next batch, with the samples ``taken`` of each source here."""
@@ -177,8 +183,15 @@ def _source(given: Mapping[str, Any]) -> SourceState:
         selection=_typed(given["selection"], dict),
         seed=_whole(given["seed"], 1 << 64),
         stream=_typed(given.get("stream", {}), dict),
+        bucket=_bucket(given.get("bucket", {})),
         **{name: _whole(given[name]) for name in ("num_samples", "window", "piece", "start", "taken")},
     )
+
+
+def _bucket(given: Any) -> dict[str, Any]:
+    if given and not is_bucket(given):
+        raise ValueError(f"bucket={given!r}")
+    return _typed(given, dict)
 
 
 def _load(given: Sequence[Any]) -> tuple[WeightChange, ...]:
