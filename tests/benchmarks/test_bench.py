@@ -238,6 +238,7 @@ def test_a_peer_that_fails_in_a_round_is_not_measured_and_the_others_are(monkeyp
         comparison._run_rounds(jobs, 2, startup=False, timeout_s=9.0, say=print, refused={})
 
 
+@pytest.mark.slow
 def test_what_cannot_be_plotted_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
