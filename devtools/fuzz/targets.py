@@ -44,8 +44,9 @@ from penstock.tools.audit import audit
 
 from . import seeds
 from .images import run_image, run_region
-from .mutation import Repair
 
+# Mends the checksums of an input, in place.
+Repair = Callable[[bytearray], None]
 # So small that a shard of some hundred bytes has several chunks.
 _CHUNK_BYTES = 1024
 _CHUNKS = 64

@@ -32,6 +32,7 @@ def weights_of(trainer: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in trainer.parallel.inner.parameters()])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("broken_at", [1, 3, 4, 5, 8])
 def test_a_resumed_run_repeats_nothing_and_ends_bit_equal(world: World, tmp_path: Path, broken_at: int) -> None:
     """Four steps an epoch: 4 and 8 are the moments after an epoch's last step and before its end."""
@@ -262,6 +263,7 @@ def test_recomputed_blocks_keep_fewer_activations() -> None:
     assert none > half > all_
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_alike(world: World, tmp_path: Path) -> None:
     found = []
     for enabled in (False, True):

@@ -167,6 +167,7 @@ def notes_of_a_resumed_run(world: World, folder: Path, rate: float, steps: int, 
     return notes
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_which_rates_and_schedule_the_checkpoint_had(world: World, tmp_path: Path) -> None:
     def resume(*given: Any, **schedule: Any) -> list[str]:
         return [note for note in notes_of_a_resumed_run(world, tmp_path, *given, **schedule) if "schedule" in note]

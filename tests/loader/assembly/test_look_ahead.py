@@ -133,6 +133,7 @@ def test_every_span_comes_once_and_asks_for_the_chunks_of_all_windows(is_short: 
     assert counts.min() >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loop_that_waits_gets_the_same_batches_and_reads_each_chunk_once(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, ranks: int

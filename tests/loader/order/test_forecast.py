@@ -70,6 +70,7 @@ def test_batches_skew_and_what_is_left_out_are_exact(sizes, lanes, shuffle, worl
     assert told.samples_left_out == sizes.sum() - sum(samples)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("chunks", "largest", "lanes", "window", "world_size", "batch"),
     [

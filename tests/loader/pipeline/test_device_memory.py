@@ -172,6 +172,7 @@ def _row(batches: list[dict[str, torch.Tensor]], sample: int) -> torch.Tensor:
     return next(batch["tokens"][batch["__id__"] == sample][0] for batch in batches if sample in batch["__id__"])
 
 
+@pytest.mark.slow
 def test_images_are_decoded_into_the_memory_that_the_device_copies_from(tmp_path: Path, packed: list[int]):
     url = str(tmp_path / "data")
     rows = ({"__key__": f"{number:03}", "jpg": encode(photo(number)), "cls": number} for number in range(40))

@@ -76,6 +76,7 @@ def test_bad_settings_are_raised_while_it_runs_and_neither_order_nor_state_notic
         assert seen[left_at:] == [batch["n"].tolist() for batch in islice(resumed, 20)]
 
 
+@pytest.mark.slow
 def test_what_is_given_is_kept_and_the_rest_is_tuned(slow_store: MemoryStore) -> None:
     until = time.monotonic() + WAIT_S
     with make(slow_store, fetch_threads=1) as loader:

@@ -266,6 +266,7 @@ def six_epochs(tars: str) -> dict[str, list[list[int]]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("at_step", "count", "last_batch"),
     [

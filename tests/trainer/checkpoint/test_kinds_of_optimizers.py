@@ -108,6 +108,7 @@ def dampened(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("optimizer", [nadam, dampened, Anchored, Rounded, InGroups])
 def test_a_run_resumes_bit_equal_where_a_parameter_was_not_used_before(

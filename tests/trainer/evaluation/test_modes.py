@@ -178,6 +178,7 @@ def test_of_more_metrics_than_are_kept_the_best_stay(world: World, tmp_path: Pat
     assert kept_after(world, tmp_path, "accuracy", values, 8, keep_best=3)[1] == [2, 4, 7, 8]
 
 
+@pytest.mark.slow
 def test_another_metric_or_direction_forgets_what_was_the_best_by_the_one_before(world: World, tmp_path: Path) -> None:
     summary, kept = kept_after(world, tmp_path, "loss", [5.0, 6.0], 2, keep_best=1)
     assert (summary.best_step, kept) == (1, [1, 2])

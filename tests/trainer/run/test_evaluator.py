@@ -110,6 +110,7 @@ def test_so_is_one_whose_last_step_a_signal_came_before(world: World, tmp_path: 
     assert [step for step, _ in evaluations(tmp_path)] == [4, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every", [3, 4])  # with 4 the save before the epoch's end is the last one
 def test_so_is_one_that_ends_while_a_signal_asks_to_stop(world: World, tmp_path: Path, save_every: int) -> None:
     whole = train_to_the_end_of_an_epoch(world, tmp_path / "whole", steps=13, save_every=save_every)

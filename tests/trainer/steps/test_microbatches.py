@@ -53,6 +53,7 @@ def test_the_largest_that_fits_is_found_in_few_tries(limit: int, most: int) -> N
     assert limit == 0 or min(asked) >= min(most, limit) // 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

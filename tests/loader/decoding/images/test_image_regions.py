@@ -14,6 +14,7 @@ from penstock.loader.errors import ConfigError
 from penstock.loader.order.randomness import sample_rng
 
 
+@pytest.mark.slow
 def test_random_crops_are_pils_resize_of_the_region_drawn():
     height, width = 500, 700
     data = encode(photo(width, height))

@@ -64,6 +64,7 @@ def wait_until(loader: DistributedDataLoader, running: int, passes: int = 500) -
     raise AssertionError(f"{worker_processes()} run, and {loader.metrics().decode_processes} decode")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,6 +123,7 @@ def test_sources_that_are_worked_on_in_other_ways_stay_with_the_threads(
         assert loader.metrics().decode_processes == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

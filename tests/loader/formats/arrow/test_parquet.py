@@ -29,6 +29,7 @@ def values_of(block: Block, name: str) -> list[Any]:
     return column.values.tolist() if isinstance(column, ArrayColumn) else column.take(rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("row_group_size", "compression"),
     [(7, "snappy"), *itertools.product([100, 1000], ["none", "snappy", "zstd", "gzip"])],

@@ -59,6 +59,7 @@ def test_other_archives_are_left_to_the_census(members: list[tuple[str, int]]) -
     assert census is not None
 
 
+@pytest.mark.slow
 def test_damaged_archives_are_never_read_otherwise_than_by_the_census() -> None:
     whole = np.frombuffer(archive(SAMPLES), np.uint8)
     rng = random.Random(7)

@@ -89,6 +89,7 @@ def test_samples_are_those_that_are_read_into_memory(folder: Path, maps: list[st
         assert extra == (b"e" * (4000 + int(number)) if number % 3 == 0 else None)
 
 
+@pytest.mark.slow
 def test_rows_that_stay_in_chunks_are_gathered_more_at_once(
     folder: Path, maps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from small_trainers import add_up, make_trainer, rows
 
 from penstock.trainer import Evaluation, World
-from penstock.trainer.report.pages.charts import Chart, Line, draw, short, thin, ticks
+from penstock.trainer.report.pages.charts import Chart, Line, draw, thin
 from penstock.trainer.report.pages.page import render_page
 from penstock.trainer.report.pages.run_log import RunLog, read_run
 from penstock.trainer.report.pages.summary import describe_state, summarize
+from penstock.trainer.report.pages.svg import short, ticks
 from penstock.trainer.report.status.rank_status import RankStatus, status_path
 
 NOW_S = 2000.0
