@@ -219,7 +219,9 @@ def test_times_that_become_other_numbers_in_parquet_are_told(tmp_path: Path) -> 
     summary = pack(tmp_path / "in", tmp_path / "out", format="parquet")
     (shard,) = (tmp_path / "out").glob("*.parquet")
     stored = {field.name: describe_type(field.type) for field in pq.read_schema(shard)}
-    assert all(f"{name!r} is converted to {stored[name]}," in note for name, note in zip("stdv", summary.notes, strict=True))
+    assert all(
+        f"{name!r} is converted to {stored[name]}," in note for name, note in zip("stdv", summary.notes, strict=True)
+    )
     assert pack(tmp_path / "in", tmp_path / "arrow", format="arrow").notes == ()
 
 
