@@ -254,7 +254,7 @@ def test_groups_are_found_by_what_is_in_them_and_have_the_settings_that_are_give
             for one in group["params"]:
                 assert (group["weight_decay"], group["lr"]) == tuple(wanted[id(one)].values())
                 assert second.optimizer.state[one]["step"] == 2
-        found = [note for note in notes_of(tmp_path) if "where the checkpoint" in note]
+        found = [note for note in notes_of(tmp_path) if "the checkpoint had" in note]
         assert sorted(found) == notes
         second.train()
 
