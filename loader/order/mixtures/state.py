@@ -76,7 +76,7 @@ class MixtureState:
 
     def order_of(self, source: SourceState) -> Order:
         """The order of one source."""
-        plain = {"seed": source.seed, "shuffle": self.shuffle, "lanes": self.lanes}
+        plain: dict[str, Any] = {"seed": source.seed, "shuffle": self.shuffle, "lanes": self.lanes}
         plain |= {"window": source.window, "piece": source.piece}
         return BucketedOrder(**plain, **source.bucket) if source.bucket else Order(**plain)
 
@@ -191,7 +191,8 @@ def _source(given: Mapping[str, Any]) -> SourceState:
 def _bucket(given: Any) -> dict[str, Any]:
     if given and not is_bucket(given):
         raise ValueError(f"bucket={given!r}")
-    return _typed(given, dict)
+    bucket: dict[str, Any] = _typed(given, dict)
+    return bucket
 
 
 def _load(given: Sequence[Any]) -> tuple[WeightChange, ...]:
