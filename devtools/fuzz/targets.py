@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.loader.dataset.build import assemble, index_one, prepare_index
+from penstock.loader.dataset.listing import expand_braces, is_glob, match_glob
 from penstock.loader.dataset.manifest import Manifest
-from penstock.loader.dataset.patterns import expand_braces, is_glob, match_glob
 from penstock.loader.dataset.source import Selection
 from penstock.loader.decoding.collate import collate_values
 from penstock.loader.decoding.decode import FieldDecoders, field_decoder

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...storage import ObjectInfo
 from ..errors import DatasetError
-from .patterns import match_glob
+from .listing import match_glob
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,18})([-_])of\3(\d{1,18})(?!\d)(.*)", re.DOTALL)
 _HASH = re.compile(r"-[0-9a-f]{8,}$")

@@ -22,10 +22,8 @@ from ..formats.hive import read_folders, read_root
 from ..formats.names import is_hidden
 from ..progress import show_progress
 from .doubts import warn_doubt
-from .lookup import find_companions, find_keys
+from .listing import FILE, Prefix, expand_braces, find_companions, find_keys, fixed_prefix, is_glob, is_path, match_glob
 from .manifest import MANIFEST_NAME
-from .patterns import FILE, expand_braces, fixed_prefix, is_glob, is_path, match_glob
-from .prefix import Prefix
 from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits, split_folder
 from .subsets import MOST_BYTES, README_NAME, choose_subset, read_subsets
 

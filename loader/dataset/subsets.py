@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DatasetError
-from .patterns import fixed_prefix, match_glob
+from .listing import fixed_prefix, match_glob
 
 if TYPE_CHECKING:
     from ...storage import ObjectInfo

@@ -14,7 +14,7 @@ import numpy as np
 from ...storage import ByteRange, Store, open_store
 from ...storage.hashing import xxh3_64
 from ...storage.threads.daemon_pool import DaemonPool
-from ..dataset.part_sums import FORMATS_IN_PARTS, PartSums, SumArray
+from ..dataset.manifest import FORMATS_IN_PARTS, PartSums, SumArray
 from ..errors import ChecksumError, FormatError
 from ..formats.base import refuse_large
 from ..formats.detect import make_format

@@ -20,8 +20,8 @@ import xxhash
 
 from ...storage.errors import StorageError
 from ..columns import AnyArray, Block, BytesColumn
-from ..dataset.part_sums import UNTHREADED
-from ..dataset.sealed_folder import SealedFolder
+from ..dataset.cache import SealedFolder
+from ..dataset.manifest import UNTHREADED
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...loader.dataset.index import open_manifest
+from ...loader.dataset.listing import FILE
 from ...loader.dataset.manifest import Manifest
-from ...loader.dataset.patterns import FILE
 from ...loader.dataset.source import Selection, select
 from ...loader.dataset.splits import Split, refuse_mixed_splits, refuse_split_folders
 from ...loader.errors import ConfigError, DatasetError

@@ -1,17 +1,21 @@
-"""Patterns in a source: braces, which name shards without a look at the store, and globs, which need a listing."""
+"""Objects that a source names: patterns in it, and which objects exist, looked up in few requests."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError, open_store
+from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from ...storage import ObjectInfo
+from ..formats.names import SUFFIXES, has_suffix
+from ..formats.tokens import index_keys
+from .manifest import MANIFEST_NAME
 
 FILE = "file://"
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -116,3 +120,69 @@ def _folders(key: str) -> list[str]:
     """'a/b/c' lies in the folders 'a' and 'a/b'."""
     parts = key.split("/")
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
+
+
+# From this many keys of one folder on, one LIST is cheaper than a HEAD each.
+_LIST_FROM = 16
+_HEAD_THREADS = 32
+
+
+def find_companions(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo]:
+    """Find companions of shards: for MDS their folder, whose index.json names the shards; for Megatron .idx files."""
+    folders = {key.rpartition("/")[0] for key in keys if has_suffix(key, SUFFIXES["mds"])}
+    for folder in sorted(folders):
+        yield from store.list(f"{folder}/" if folder else "")
+    yield from find_keys(store, [index for key in sorted(keys) for index in index_keys(key)]).values()
+
+
+def find_keys(store: Store, keys: Sequence[str]) -> dict[str, ObjectInfo]:
+    """Those of ``keys`` that exist: by one LIST if many share a folder, else by a HEAD each, in threads."""
+    folders: dict[str, list[str]] = {}
+    for key in keys:
+        folders.setdefault(key.rpartition("/")[0], []).append(key)
+    found: dict[str, ObjectInfo] = {}
+    single: list[str] = []
+    for together in folders.values():
+        if len(together) < _LIST_FROM:
+            single += together
+            continue
+        wanted = set(together)
+        try:
+            prefix = os.path.commonprefix(together)  # noqa: RUF071 - character by character is meant
+            found.update((info.key, info) for info in store.list(prefix) if info.key in wanted)
+        except NotFoundError:
+            continue
+        except StoreUnreachableError:
+            raise
+        except StorageError:
+            single += together  # plain web servers do not list
+    if single:
+        with DaemonPool("penstock-head", _HEAD_THREADS) as pool:
+            found.update((info.key, info) for info in pool.map(lambda key: _head(store, key), single) if info)
+    return found
+
+
+def _head(store: Store, key: str) -> ObjectInfo | None:
+    try:
+        return store.head(key)
+    except NotFoundError:
+        return None
+
+
+class Prefix:
+    """``listing`` holds its objects, ``manifest`` the bytes of the manifest in it, or the errors of their requests.
+
+    The threads end with these requests. ``store`` belongs to the caller, who closes it.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None, *, with_manifest: bool) -> None:
+        store = self.store = open_store(url.rstrip("/") + "/", storage_options=storage_options)
+        pool = DaemonPool(f"penstock-open {store.url}")
+        try:
+            self.listing: Future[list[ObjectInfo]] = pool.submit(lambda: list(store.list()))
+            self.manifest: Future[memoryview] | None = pool.submit(store.get, MANIFEST_NAME) if with_manifest else None
+        finally:
+            pool.close(0)
+
+    def close(self) -> None:
+        self.store.close()
