@@ -15,7 +15,7 @@ from ..storage.observability.timeline import Timeline, write_chrome_trace
 from .config.checks import LastBatch, SampleWeights, check_at_least
 from .config.foreign import refuse_foreign
 from .config.loader_config import LoaderConfig
-from .decoding.batch_options import BatchT
+from .decoding.row_work import BatchT
 from .errors import ConfigError
 from .metrics import Counters, LoaderMetrics
 from .ranks.attempts import tell_of_failure

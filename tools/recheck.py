@@ -16,7 +16,7 @@ from ..loader.dataset.source import Source
 from ..loader.dataset.splits import Split
 from ..loader.decoding.decode import FieldDecoders
 from ..loader.decoding.gather import gather
-from ..loader.decoding.images.first_values import ImageFields
+from ..loader.decoding.images.kind import ImageFields
 from ..loader.decoding.row_work import RowError, RowTask, RowWork
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat

@@ -18,11 +18,11 @@ from penstock.loader.dataset.build import assemble, index_one, prepare_index
 from penstock.loader.dataset.listing import expand_braces, is_glob, match_glob
 from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.dataset.source import Selection
-from penstock.loader.decoding.collate import collate_values
 from penstock.loader.decoding.decode import FieldDecoders, field_decoder
 from penstock.loader.decoding.gather import gather
-from penstock.loader.decoding.row_errors import explain_row_error
+from penstock.loader.decoding.row_job import collate_values
 from penstock.loader.decoding.row_work import RowError, RowTask, RowWork
+from penstock.loader.decoding.rows import explain_row_error
 from penstock.loader.errors import DecodeError
 from penstock.loader.formats.arrow.ipc import ArrowFormat
 from penstock.loader.formats.arrow.parquet import ParquetFormat

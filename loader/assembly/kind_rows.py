@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..decoding.decode import WIDENED
-from ..decoding.gather import gather
-from ..decoding.late.bytes import LateBytes
-from ..decoding.late.rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
+from ..decoding.gather import LateBytes, gather
+from ..decoding.late_rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
 from ..decoding.mixed_batch import LateJob, MixedBatch
 from ..decoding.rows import Rows
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import DecodeChoice, RawValues, check_decode, decodes_on_device
+from ..decoding.row_work import BatchOptions
 from ..errors import ConfigError
 from .checks import (
     LastBatch,

@@ -14,12 +14,11 @@ from ..order.replacement import candidates
 from ..order.spans import ChunkRows
 from ..reading.bad.file import Quarantined
 from ..reading.bad.quarantine import DATA_ERRORS
-from .batch_values import BatchValues
 from .byte_views import ByteViews
-from .copies import copy_sample, copy_value
 from .gather import gather
-from .row_errors import describe_row
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork
+from .rows import copy_sample, copy_value, describe_row
+from .values import BatchValues
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import AnyArray, IntArray, Ragged
+from ..columns import KEY_COLUMN, AnyArray, IntArray, Ragged
+from ..errors import ConfigError, DecodeError
 from ..reading.mapped.files import looking_at
 from .byte_views import ByteViews
-from .copies import copy_value
-from .late.rows import LateFields, make_all
+from .late_rows import LateFields, make_all
 
 if TYPE_CHECKING:
+    from ..dataset.manifest import Manifest
     from .batch_memory import BatchMemory
     from .decode import FieldDecoder
+    from .row_work import RowError
+
 
 # Where fewer are copied from a mapped file at once, asking for the file costs more than reading it.
 _LEAST_LOOK_BYTES = 64 << 10
@@ -136,3 +140,43 @@ def _pick(values: Values, rows: Sequence[int]) -> Values:
     if isinstance(values, Ragged):
         return values.take(np.asarray(rows, np.int64))
     return values[list(rows)] if isinstance(values, np.ndarray) else [copy_value(values[i]) for i in rows]
+
+
+def copy_value(value: Any) -> Any:
+    """Copy an array, a tensor, or a list, tuple, dict, set or bytearray, with all of these in it; others stay."""
+    torch = sys.modules.get("torch")  # who has no tensors need not wait for it
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(copy_value, value))
+    if type(value) is dict:
+        return copy_sample(value)
+    return type(value)(value) if type(value) in (set, bytearray) else value
+
+
+def copy_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a sample by ``copy_value`` of each field."""
+    return {name: copy_value(value) for name, value in sample.items()}
+
+
+def explain_row_error(error: RowError, rows: Rows, manifest: Manifest) -> Exception:
+    """Make the error that users see: ours name the sample; those of a transform keep their type and get a note."""
+    where, cause = describe_row(error.row, rows, manifest), error.cause
+    if error.step != "transform" and isinstance(cause, DecodeError | ConfigError):
+        kind = DecodeError if isinstance(cause, DecodeError) else ConfigError
+        explained: Exception = kind(f"{where}: {cause}")
+        explained.__cause__ = cause
+        return explained
+    cause.add_note(f"in {'transform=' if error.step == 'transform' else 'decoding'} of {where}")
+    return cause
+
+
+def describe_row(row: int, rows: Rows, manifest: Manifest) -> str:
+    """Describe a row's sample for people: its id, its place in its shard, and its key where it has one."""
+    sample_id = int(rows.ids[row])
+    shard, number = manifest.shard_of(sample_id)
+    key = rows.fields.get(KEY_COLUMN)
+    named = f", key {key[row]!r}" if key is not None else ""
+    return f"{manifest.name_sample(sample_id)} (number {number} of {shard}{named})"

@@ -29,9 +29,9 @@ from .device import DeviceFeeder
 from .tuner import Sums, Tuner
 
 if TYPE_CHECKING:
-    from ..decoding.batch_options import BatchOptions
     from ..decoding.decode import FieldDecoders
     from ..decoding.replace import Replacer
+    from ..decoding.row_work import BatchOptions
     from ..decoding.workers.images import ImageProcesses
     from ..decoding.workers.pool import WorkerPool
     from ..metrics import Counters, Levels

@@ -23,8 +23,8 @@ from .assembly import Reading, make_assembler
 if TYPE_CHECKING:
     from ...storage.observability.timeline import Timeline
     from ..config.loader_config import LoaderConfig
-    from ..decoding.batch_options import BatchOptions
     from ..decoding.replace import Replacer
+    from ..decoding.row_work import BatchOptions
     from ..order.plan import Share
     from ..ranks.naming import Attempt
     from ..reading.bad.samples import BadSamples

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..decoding.decode import FieldDecoders, decodes_on_device
-from ..decoding.images.first_values import ImageFields
+from ..decoding.images.kind import ImageFields
 from ..errors import ConfigError
 
 if TYPE_CHECKING:

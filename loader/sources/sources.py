@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ..dataset.manifest import Manifest
-from ..decoding.batch_options import IDS
+from ..decoding.row_work import IDS
 from ..order.cached import cached_property
 from ..reading.chunk_source import ChunkSource, Fetched, reads_locally
 

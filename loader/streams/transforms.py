@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..columns import Block, IntArray
-from ..decoding.copies import copy_sample
 from ..decoding.gather import gather
-from ..decoding.row_errors import describe_row
+from ..decoding.rows import copy_sample, describe_row
 from ..order.spans import ChunkRows
 from ..pipeline.tuning import mean_row_bytes
 

@@ -15,8 +15,8 @@ import numpy as np
 from ..columns import Block, IntArray
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
-from ..decoding.row_errors import explain_row_error
 from ..decoding.row_work import RowError, RowTask, RowWork, Sample
+from ..decoding.rows import explain_row_error
 from ..errors import ConfigError, SampleNotFoundError
 from ..order.spans import ChunkRows
 from ..progress import show_progress

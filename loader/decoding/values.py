@@ -1,21 +1,26 @@
-"""NumPy's .npy and .npz, read within bounds: sizes in a header are first compared with the data."""
+"""Values of a field, by readers for its extension or many together; NumPy's .npy and .npz, read within bounds.
+
+A size in a header is compared with the data before memory is taken for it."""
 
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..errors import DecodeError
+from ..errors import ConfigError, DecodeError, MemoryLimitError
 
 if TYPE_CHECKING:
     from ..columns import AnyArray
+
 
 T = TypeVar("T")
 
@@ -129,3 +134,74 @@ def _is_overflown(dtype: np.dtype[Any]) -> bool:
     """Return whether the text of a dtype, or of one inside it, is so long that NumPy's count of its bytes overflows."""
     parts = [dtype.base] if dtype.subdtype else [field[0] for field in (dtype.fields or {}).values()]
     return dtype.itemsize < 0 or any(map(_is_overflown, parts))
+
+
+def read_text(data: Any) -> str:
+    """Read UTF-8 text; text of a column as it is, and other values as Python writes them."""
+    return str(data, "utf-8") if isinstance(data, bytes | memoryview) else str(data)
+
+
+def _read_int(data: memoryview) -> int:
+    return int(bytes(data))
+
+
+def _read_json(data: memoryview) -> Any:
+    return json.loads(bytes(data))
+
+
+IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp"))
+# Labels of files: numbers as text. A column that holds numbers says so by its type, whatever its name.
+LABEL_EXTENSIONS = frozenset(("cls", "cls2", "index", "inx", "id"))
+READERS: dict[str, Callable[[memoryview], Any]] = {
+    **dict.fromkeys(sorted(LABEL_EXTENSIONS), _read_int),
+    **dict.fromkeys(("json", "jsn"), _read_json),
+    **dict.fromkeys(("txt", "text", "transcript"), read_text),
+    "npy": read_npy,
+    "npz": read_npz,
+}
+
+
+def field_error(field: str, data: Any, exc: Exception, *, is_own: bool = False) -> Exception:
+    """Make the error for a value of ``field`` whose decoder raised ``exc``; ``is_own``: a reader chosen by its name."""
+    if isinstance(exc, ConfigError):
+        return exc
+    size = f"{len(data):,} bytes" if isinstance(data, bytes | memoryview) else f"a {type(data).__name__}"
+    if isinstance(data, str):
+        size = f"{len(data):,} characters"
+    if isinstance(exc, MemoryError):
+        return MemoryLimitError(f"field {field!r}: memory ran out while its {size} were decoded ({exc})")
+    cause = str(exc) if isinstance(exc, DecodeError) else f"{type(exc).__name__}: {exc} ({size})"
+    raw = "as bytes" if isinstance(data, bytes | memoryview) else "as it is"
+    cure = f"; decode={{{field!r}: None}} leaves the field {raw}" if is_own else ""
+    error = DecodeError(f"field {field!r}: {cause}{cure}")
+    error.field = field
+    return error
+
+
+class BatchValues(ABC):
+    """The values of one field of n rows. Any thread may ``prepare`` a row; one thread then calls ``decode``."""
+
+    @abstractmethod
+    def prepare(self, row: int, data: memoryview, rng: np.random.Generator | None) -> None:
+        """Look at a row's bytes, and draw its random numbers. Raises DecodeError where they are visibly damaged."""
+
+    @abstractmethod
+    def decode(self, is_stopped: Callable[[], bool]) -> list[tuple[int, Exception]]:
+        """Decode all prepared rows; return those that failed, each with its error.
+
+        Raises:
+            CancelledError: ``is_stopped`` says that the values are no longer wanted.
+            MemoryLimitError: memory ran out.
+        """
+
+    @abstractmethod
+    def tensor(self) -> Any:
+        """Get all values as one tensor of the decoder's shape, (n, ...)."""
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> Any:
+        """Get the value of a row."""
+
+    @abstractmethod
+    def __setitem__(self, row: int, value: Any) -> None:
+        """Replace the value of a row by another's."""

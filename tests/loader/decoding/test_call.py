@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, wait
 
 import pytest
 
-from penstock.loader.decoding.late.call import Call
+from penstock.loader.decoding.batch import Call
 from penstock.storage.threads.daemon_pool import DaemonPool
 from penstock.storage.threads.interruptible import Thread
 

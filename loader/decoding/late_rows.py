@@ -1,7 +1,6 @@
 """Rows of arrays that are copied when their batch is due, on a thread of the pool and into memory of the batch.
 
-Until then only their places are known. Copies go through tiles that stay in a core's cache.
-"""
+Until then only their places are known. Copies go through tiles that stay in a core's cache."""
 
 from __future__ import annotations
 
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from ...reading.mapped.files import MappedFile, looking_at
-from ...reading.records import fill_columns
-from ..batch_memory import BatchMemory, new_array
+from ..reading.mapped.files import MappedFile, looking_at
+from ..reading.records import fill_columns
+from .batch_memory import BatchMemory, new_array
 
 if TYPE_CHECKING:
-    from ...columns import AnyArray, IntArray, Records
-    from ...order.spans import ChunkRows
+    from ..columns import AnyArray, IntArray, Records
+    from ..order.spans import ChunkRows
+
 
 _TILE_BYTES = 1 << 20
 # Of so many batches, or bytes of them, rows are copied at once: with each call numpy gives Python's lock away, and then

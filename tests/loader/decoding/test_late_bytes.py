@@ -21,12 +21,11 @@ from interrupt import Interrupt
 from penstock.loader import DistributedDataLoader, TarFormat
 from penstock.loader.assembly import kind_rows
 from penstock.loader.columns import Block, BytesColumn
+from penstock.loader.decoding.batch import Call
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
-from penstock.loader.decoding.gather import gather
-from penstock.loader.decoding.late import jobs as late_jobs
-from penstock.loader.decoding.late.bytes import LateBytes
-from penstock.loader.decoding.late.call import Call
+from penstock.loader.decoding.gather import LateBytes, gather
+from penstock.loader.decoding import batch as batch_module
 from penstock.loader.decoding.row_job import RowJob
 from penstock.loader.decoding.rows import Rows
 from penstock.loader.errors import LoaderClosedError
@@ -128,7 +127,7 @@ def test_no_more_than_a_few_small_batches_are_made_that_nobody_asked_for(
 def test_batches_that_are_made_together_ask_for_their_files_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And of one that fails, those beside it are made."""
     asked: list[int] = []
-    complete_all = late_jobs.complete_all
+    complete_all = batch_module.complete_all
 
     def note(parts: list[Rows], memory: BatchMemory | None) -> list[Rows]:
         asked.append(len(parts))
@@ -137,7 +136,7 @@ def test_batches_that_are_made_together_ask_for_their_files_once(folder: Path, m
         return complete_all(parts, memory)
 
     expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
-    monkeypatch.setattr(late_jobs, "complete_all", note)
+    monkeypatch.setattr(batch_module, "complete_all", note)
     monkeypatch.setattr(kind_rows, "_OBJECTS_AT_ONCE", 4)
     assert batches_of(load(folder)) == expected
     assert set(asked) == {1, 2, 4}
@@ -148,16 +147,16 @@ def test_batches_that_are_made_together_ask_for_their_files_once(folder: Path, m
 def test_an_interrupt_while_some_are_made_together_is_raised_at_once_and_loses_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    complete_all = late_jobs.complete_all
+    complete_all = batch_module.complete_all
 
     def complete(parts: list[Rows], memory: BatchMemory | None) -> list[Rows]:
         if fails and len(parts) > 1:
             raise ObjectChangedError("file://", "0.tar", "for all of them")
         return complete_all(parts, memory)
 
-    monkeypatch.setattr(late_jobs, "complete_all", complete)
+    monkeypatch.setattr(batch_module, "complete_all", complete)
     expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
-    inner = [SimpleNamespace(__code__=code) for code in late_jobs.start_on_call.__code__.co_consts if iscode(code)]
+    inner = [SimpleNamespace(__code__=code) for code in batch_module.start_on_call.__code__.co_consts if iscode(code)]
     functions: list[Any] = [LateBytes.make, RowJob.__init__, Call.make, *inner]
     for number in count():
         with load(folder) as loader:
