@@ -50,7 +50,7 @@ from .order.costs.costs import Cost as Cost
 from .order.forecast import Forecast as Forecast
 from .order.forecast import forecast as forecast
 from .order.plan import Order as Order
-from .order.selecting.subset import Subset as Subset
+from .order.selecting import Subset as Subset
 from .packing.config import Packing as Packing
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .ranks.sequence_cut import SequenceCut as SequenceCut

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .order.costs.budget import TokenBudget
     from .order.costs.costs import Cost
     from .order.plan import Order
-    from .order.selecting.subset import Subset
+    from .order.selecting import Subset
     from .packing.config import Packing
     from .ranks.naming import Attempt
     from .ranks.sequence_cut import SequenceCut

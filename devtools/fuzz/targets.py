@@ -34,7 +34,7 @@ from penstock.loader.formats.tar.format import TarFormat
 from penstock.loader.formats.tokens import TokensFormat
 from penstock.loader.metrics import Counters
 from penstock.loader.order.plan import EpochPlan
-from penstock.loader.order.selecting.subset import Subset
+from penstock.loader.order.selecting import Subset
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.order.state import LoaderState
 from penstock.loader.reading.chunk_source import ChunkSource

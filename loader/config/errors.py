@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..decoding.replace import Replacer
     from ..decoding.row_work import RowWork
     from ..order.plan import Share
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..reading.bad.file import Paths
     from ..reading.bad.samples import BadSamples
     from ..reading.chunk_source import ChunkSource

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..order.costs.budget import TokenBudget
     from ..order.costs.costs import Cost
     from ..order.plan import Share
-    from ..order.selecting.subset import Subset
+    from ..order.selecting import Subset
     from ..packing.config import Packing
     from ..packing.packer import Packer
     from ..pipeline.tuning import TuningChoice

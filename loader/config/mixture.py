@@ -12,7 +12,7 @@ import numpy as np
 
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
-from ..order.selecting.subset import Subset
+from ..order.selecting import Subset
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..decoding.decode import DecodeChoice
     from ..decoding.row_work import Sample
     from ..formats.shard import ShardFormat
-    from ..order.mixtures.mixture import Stop, WeightChange
+    from ..order.mixture import Stop, WeightChange
     from ..packing.config import Packing
     from .keep import KeepChoice
 
@@ -113,7 +113,7 @@ class Mixture:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        from ..order.mixtures.mixture import Stop
+        from ..order.mixture import Stop
 
         if not isinstance(self.sources, Mapping) or not self.sources:
             raise ConfigError(f"Mixture({self.sources!r}): give a mapping from at least one name or URL to its weight")
@@ -178,7 +178,7 @@ class Mixture:
 
     def changes(self) -> tuple[WeightChange, ...]:
         """List the weights of all sources from each position on at which some change, from 0 on."""
-        from ..order.mixtures.mixture import WeightChange
+        from ..order.mixture import WeightChange
 
         positions = sorted({0, *self._positions()})
         return tuple(WeightChange(position, tuple(self._weights_at(position))) for position in positions)
@@ -212,7 +212,7 @@ def check_weight(name: str, weight: object) -> None:
 
 def check_position(name: str, position: object, least: int) -> None:
     """Raise ConfigError unless a position is a number of samples of a run, from ``least`` on."""
-    from ..order.mixtures.mixture import MOST_SAMPLES
+    from ..order.mixture import MOST_SAMPLES
 
     is_whole = isinstance(position, int | np.integer) and not isinstance(position, bool)
     if not is_whole or not least <= int(position) < MOST_SAMPLES:  # type: ignore[call-overload]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.random.bit_generator import ISeedSequence
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 UIntArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
@@ -93,13 +93,11 @@ def _sort(numbers: UIntArray) -> UIntArray:
     return near
 
 
-_UINT64 = (1 << 64) - 1
-
 # What a sample's numbers are drawn for; each purpose has a stream of its own.
 TRANSFORM, DECODING = 0, 1
 
 
-class _Key(ISeedSequence):
+class _Key:
     """Passes Philox its key unchanged. A SeedSequence would hash it, and reads system entropy when it is built."""
 
     __slots__ = ("words",)
@@ -109,6 +107,13 @@ class _Key(ISeedSequence):
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray[Any, np.dtype[Any]]:
         return self.words
+
+
+@cache
+def _key_type() -> type[_Key]:
+    # numpy.random takes some ms to import, and few loaders draw numbers for their samples.
+    np.random.bit_generator.ISeedSequence.register(_Key)
+    return _Key
 
 
 def sample_rng(seed: int, epoch: int, sample_id: int, purpose: int = TRANSFORM) -> np.random.Generator:
@@ -121,7 +126,7 @@ def sample_rng(seed: int, epoch: int, sample_id: int, purpose: int = TRANSFORM) 
 
     ``spawn`` is not available on the generator: draw what is needed from it instead.
     """
-    key = np.array((int(seed) & _UINT64, int(sample_id) & _UINT64), np.uint64)
-    counter = np.array((0, 0, purpose, int(epoch) & _UINT64), np.uint64)
+    key = np.array((int(seed) & _MASK, int(sample_id) & _MASK), np.uint64)
+    counter = np.array((0, 0, purpose, int(epoch) & _MASK), np.uint64)
     # numpy's stubs ask for SeedSequence where any ISeedSequence works.
-    return np.random.Generator(np.random.Philox(_Key(key), counter=counter))  # type: ignore[arg-type]
+    return np.random.Generator(np.random.Philox(_key_type()(key), counter=counter))  # type: ignore[arg-type]

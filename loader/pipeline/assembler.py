@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..columns import Block
     from ..decoding.batch import BatchMaker
     from ..metrics import Counters
-    from ..order.cursors import Cursors
+    from ..order.outputs import Cursors
     from ..order.plan import Order, Share
     from ..order.spans import Span
     from ..reading.chunk_source import ChunkSource

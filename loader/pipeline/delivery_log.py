@@ -18,7 +18,7 @@ from ..ranks.detect import own_process
 if TYPE_CHECKING:
     from ..columns import IntArray
     from ..dataset.manifest import Manifest
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..reading.bad.samples import BadSamples
 
 MAGIC = 0x70656E73746F636B

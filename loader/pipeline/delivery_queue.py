@@ -16,7 +16,7 @@ from ..errors import LoaderClosedError
 
 if TYPE_CHECKING:
     from ..columns import IntArray
-    from ..order.mixtures.laps import Lap
+    from ..order.mixture import Lap
 
 _MOST_ON_CALL = 64
 

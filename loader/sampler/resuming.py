@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import StateMismatchError
-from ..order.mixtures.mixture import WeightChange
+from ..order.mixture import WeightChange
 
 if TYPE_CHECKING:
-    from ..order.mixtures.state import MixtureState, SourceState
+    from ..order.mixture_state import MixtureState, SourceState
     from ..sources.sources import OpenSource, Sources
 
 

@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..order.costs.steps import skip_steps
 
 if TYPE_CHECKING:
-    from ..order.cursors import Cursors
+    from ..order.outputs import Cursors
     from ..order.plan import Order, Share
     from ..order.spans import Course, SourceOrder
     from ..pipeline.delivery_queue import Delivery

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..config.errors import ErrorPolicy
     from ..config.mixture import Source
     from ..config.reshaping import Reshaping
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..packing.packer import Packer
 
 SOURCE = "__source__"

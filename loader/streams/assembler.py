@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PartitionError
-from ..order.cursors import Cursors
-from ..order.outputs import keeper_ranks, lanes_of_share
+from ..order.outputs import Cursors, keeper_ranks, lanes_of_share
 from ..order.plan import Share, lane_turns, share_bounds
 from ..order.spans import SourceOrder
 from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once, time_assembly

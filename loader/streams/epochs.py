@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..order.mixtures.laps import Lap, is_over
+from ..order.mixture import Lap, is_over
 
 if TYPE_CHECKING:
     from ..columns import IntArray
-    from ..order.cursors import Cursors
+    from ..order.outputs import Cursors
     from ..sampler.mixture import StreamPlace
     from .source_stream import SourceStream
 

@@ -14,6 +14,7 @@ from ...columns import BytesColumn
 from ...errors import FormatError
 
 if TYPE_CHECKING:
+    from ...columns import Block
     from ...reading.chunk_source import ChunkSource
 
 

@@ -21,11 +21,11 @@ from interrupt import Interrupt
 from penstock.loader import DistributedDataLoader, TarFormat
 from penstock.loader.assembly import kind_rows
 from penstock.loader.columns import Block, BytesColumn
+from penstock.loader.decoding import batch as batch_module
 from penstock.loader.decoding.batch import Call
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import LateBytes, gather
-from penstock.loader.decoding import batch as batch_module
 from penstock.loader.decoding.row_job import RowJob
 from penstock.loader.decoding.rows import Rows
 from penstock.loader.errors import LoaderClosedError

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from penstock import DistributedDataLoader
 from penstock.loader import LoaderClosedError, TokensFormat
 from penstock.loader.columns import ArrayColumn, Block
+from penstock.loader.decoding import late_rows
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
-from penstock.loader.decoding import late_rows
 from penstock.loader.decoding.rows import Rows, complete_all
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline.pipeline import Pipeline

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.loader import PartitionError
-from penstock.loader.order.mixtures.mixture import Cursor, MixturePlan, WeightChange, floor_sum, to_shares
+from penstock.loader.order.mixture import Cursor, MixturePlan, WeightChange, floor_sum, to_shares
 
 WEIGHTS = st.lists(st.floats(0, 100) | st.sampled_from([1e-6, 0.001, 0.7]), min_size=1, max_size=8).filter(any)
 

@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.loader.errors import ConfigError, PartitionError
+from penstock.loader.order import selecting as subset_module
 from penstock.loader.order.permutation import IntArray, stream_key
 from penstock.loader.order.plan import EpochPlan, Order, Share, count_steps
-from penstock.loader.order.selecting import subset as subset_module
-from penstock.loader.order.selecting.selection import Selection
-from penstock.loader.order.selecting.subset import Subset
-from penstock.loader.order.selecting.weights import Weights
+from penstock.loader.order.selecting import Selection, Subset, Weights
 from penstock.loader.order.spans import EpochSpans, chunks_by_first_use
 
 MASK = (1 << 64) - 1

@@ -6,8 +6,7 @@ that a source continues where it was, however weights change, and comes exactly 
 How many is systematic sampling (Madow 1949): with shares w_k of a batch of G samples and their running sums W_k, source
 k gets floor(G W_k + u) - floor(G W_(k-1) + u), which is G w_k rounded down or up, whatever u is. Step i has u =
 frac(i / golden ratio), whose values fill the unit interval evenly (Weyl 1916), so any stretch of steps has each
-source's share to within a few samples. All of it is whole numbers of 2**-32; sums over steps are closed forms.
-"""
+source's share to within a few samples. All of it is whole numbers of 2**-32; sums over steps are closed forms."""
 
 from __future__ import annotations
 
@@ -19,11 +18,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ...errors import ConfigError, PartitionError
-from ..cached import cached_property
+from ..errors import ConfigError, PartitionError
+from .cached import cached_property
 
 if TYPE_CHECKING:
-    from ..permutation import IntArray
+    from .permutation import IntArray
+
 
 Stop = Literal["first_exhausted", "all_exhausted", "never"]
 
@@ -249,3 +249,30 @@ def _first_true(holds: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Lap:
+    """Position in a source: ``outputs`` of ``epoch`` have been taken; at the epoch's end it is 0 of the next one.
+
+    Its endless sequence is its epochs laid end to end, each in the order of ``outputs.py``, whose tail begins with the
+    first position that a lane cannot fill. So a lap names the same place whatever the batches were that led there.
+    """
+
+    epoch: int = 0
+    outputs: int = 0
+
+
+def has_come_round(start: Lap, here: Lap) -> bool:
+    """Return whether a source has given a whole epoch since ``start``: it is at the same place, an epoch later."""
+    return here >= Lap(start.epoch + 1, start.outputs)
+
+
+def is_over(stop: Stop, starts: Sequence[Lap], here: Sequence[Lap], last_weights: Sequence[float]) -> bool:
+    """Return whether an epoch of a mixture that began at ``starts`` ends ``here``; see ``MixturePlan.steps_left``."""
+    if stop == "never":
+        return False
+    round_ = [has_come_round(start, lap) for start, lap in zip(starts, here, strict=True)]
+    if stop == "first_exhausted":
+        return any(round_)
+    return all(done for done, weight in zip(round_, last_weights, strict=True) if weight)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.loader import Subset
-from penstock.loader.order.replacement import FAR, NEAR, candidates
-from penstock.loader.order.selecting.selection import Selection
+from penstock.loader.decoding.replace import FAR, NEAR, candidates
+from penstock.loader.order.selecting import Selection
 
 SAMPLES = np.array([1, 30, 0, 5, *[4] * 20], np.int64)
 FIRST_IDS = np.cumsum(SAMPLES) - SAMPLES
