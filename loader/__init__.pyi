@@ -53,8 +53,8 @@ from .order.plan import Order as Order
 from .order.selecting import Subset as Subset
 from .packing.config import Packing as Packing
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
-from .ranks.sequence_cut import SequenceCut as SequenceCut
-from .ranks.stages import FieldsByStage as FieldsByStage
+from .ranks.model_parallel import FieldsByStage as FieldsByStage
+from .ranks.model_parallel import SequenceCut as SequenceCut
 from .reading.bad.file import Quarantined as Quarantined
 from .reading.bad.quarantine import BadChunk as BadChunk
 from .reading.bad.quarantine import BadChunkWarning as BadChunkWarning

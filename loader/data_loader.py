@@ -44,9 +44,8 @@ if TYPE_CHECKING:
     from .order.plan import Order
     from .order.selecting import Subset
     from .packing.config import Packing
+    from .ranks.model_parallel import FieldsByStage, SequenceCut
     from .ranks.naming import Attempt
-    from .ranks.sequence_cut import SequenceCut
-    from .ranks.stages import FieldsByStage
     from .reading.bad.file import Paths, Quarantined
     from .reading.bad.quarantine import BadChunk
     from .views.samples import DatasetView
@@ -214,7 +213,7 @@ class DistributedDataLoader(Generic[BatchT]):
         of each by its name: ``dataset.sources["web"]``.
         """
         if self._view is None:
-            from .views.dataset import open_view
+            from .views.samples import open_view
 
             self._view = open_view(self._run)
         return self._view.owned_by(self)

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from ..packing.config import Packing
     from ..packing.packer import Packer
     from ..pipeline.tuning import TuningChoice
-    from ..ranks.sequence_cut import SequenceCut
-    from ..ranks.stages import FieldsByStage
+    from ..ranks.model_parallel import FieldsByStage, SequenceCut
     from ..reading.bad.file import Paths
     from .keep import KeepChoice
 

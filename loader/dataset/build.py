@@ -18,10 +18,17 @@ from ...storage import DecryptionError, NotFoundError, ObjectInfo, StorageError,
 from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import detect_format, encrypted_hint, format_by_name, make_format
-from ..formats.failures import explain_failures
 from ..formats.hive import stored_schema
-from ..formats.names import find_shards, has_suffix, is_text
-from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
+from ..formats.shard import (
+    ChunkSpan,
+    ShardFormat,
+    ShardIndex,
+    ShardTask,
+    explain_failures,
+    find_shards,
+    has_suffix,
+    is_text,
+)
 from ..formats.tokens import has_free_dtype, index_keys
 from .doubts import heed_names, warn_doubt
 from .manifest import MANIFEST_NAME, Manifest

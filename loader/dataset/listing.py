@@ -13,7 +13,7 @@ from typing import Any
 from ...storage import NotFoundError, ObjectInfo, StorageError, Store, StoreUnreachableError, open_store
 from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError
-from ..formats.names import SUFFIXES, has_suffix
+from ..formats.shard import SUFFIXES, has_suffix
 from ..formats.tokens import index_keys
 from .manifest import MANIFEST_NAME
 

@@ -19,7 +19,7 @@ from ...storage.urls import decode_path, encode_name, without_password
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
 from ..formats.hive import read_folders, read_root
-from ..formats.names import is_hidden
+from ..formats.shard import is_hidden
 from ..progress import show_progress
 from .doubts import warn_doubt
 from .listing import FILE, Prefix, expand_braces, find_companions, find_keys, fixed_prefix, is_glob, is_path, match_glob

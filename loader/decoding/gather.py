@@ -12,14 +12,14 @@ import numpy as np
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
 from ..errors import DecodeError
 from ..order.cached import cached_property
-from ..reading.mapped.chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
+from ..reading.mapped import LEAST_ROW_BYTES, MappedArray, MappedColumn
 from .byte_views import Lend, ViewsOfSpan, take_views
 from .late_rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
 from .rows import Rows, Values
 
 if TYPE_CHECKING:
     from ..order.spans import ChunkRows
-    from ..reading.mapped.files import MappedFile
+    from ..reading.mapped import MappedFile
     from .batch_memory import BatchMemory
     from .decode import FieldDecoders
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from ..reading.mapped.files import MappedFile, looking_at
-from ..reading.records import fill_columns
+from ..columns import fill_columns
+from ..reading.mapped import MappedFile, looking_at
 from .batch_memory import BatchMemory, new_array
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..columns import KEY_COLUMN, AnyArray, IntArray, Ragged
 from ..errors import ConfigError, DecodeError
-from ..reading.mapped.files import looking_at
+from ..reading.mapped import looking_at
 from .byte_views import ByteViews
 from .late_rows import LateFields, make_all
 

@@ -21,12 +21,11 @@ from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event, Thread
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
+from ..reading.chunk_memory import Leases
 from ..reading.chunk_reader import ChunkReader
-from ..reading.leases import Leases
-from .assembler import Assembler, Equipment, Start
-from .delivery_queue import Delivery, DeliveryQueue
+from .assembler import Assembler, Delivery, DeliveryQueue, Equipment, Start
+from .autotune import Sums, Tuner
 from .device import DeviceFeeder
-from .tuner import Sums, Tuner
 
 if TYPE_CHECKING:
     from ..decoding.decode import FieldDecoders

@@ -16,9 +16,9 @@ from ...storage.hashing import xxh3_64
 from ...storage.threads.daemon_pool import DaemonPool
 from ..dataset.manifest import FORMATS_IN_PARTS, PartSums, SumArray
 from ..errors import ChecksumError, FormatError
-from ..formats.base import refuse_large
 from ..formats.detect import make_format
 from ..formats.hive import Partitions
+from ..formats.shard import refuse_large
 from ..metrics import Counters
 from ..progress import show_progress
 from .header_cache import HeaderCache

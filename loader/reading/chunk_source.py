@@ -13,26 +13,24 @@ import numpy as np
 from ...storage import ByteRange, DiscardingStore, LocalStore, Store
 from ...storage.store import is_encrypted
 from ...storage.threads.daemon_pool import DaemonPool
-from ..columns import Block
+from ..columns import Block, pack_records
 from ..errors import FormatError
-from ..formats.base import BaseFormat, refuse_large
-from ..formats.failures import explain_failures
 from ..formats.hive import Partitions
 from ..formats.schema import add_marks, expect_nulls
+from ..formats.shard import BaseFormat, explain_failures, refuse_large
 from ..limits import usable_memory
 from ..metrics import Counters
 from .checksum import ChunkChecks
 from .header_cache import HeaderCache
 from .layouts import Layouts
-from .mapped.chunks import MappedChunks
+from .mapped import MappedChunks
 from .on_disk import cut_ranges, fetch_onto_disk, join_on_disk
-from .records import pack_records
 
 if TYPE_CHECKING:
     from ...storage.options import MappedReads
     from ..dataset.manifest import Manifest
     from ..formats.shard import ChunkRef, ShardFormat
-    from .kept_layouts import KeptLayouts
+    from .layouts import KeptLayouts
 
 _HEADER_BYTES = 64 << 20  # until a pipeline sets its own limit
 # However small the limit: one chunk of this size is always read.

@@ -12,8 +12,8 @@ from ..config.tuning import count_image_processes
 from ..errors import ConfigError
 from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..pipeline.assembler import Assembler, Equipment, Start
+from ..pipeline.autotune import Tuner
 from ..pipeline.pipeline import Pipeline
-from ..pipeline.tuner import Tuner
 from ..pipeline.tuning import PipelineOptions, tune
 from ..ranks.detect import check_rank
 from ..sources.kinds import group_kinds, open_kinds

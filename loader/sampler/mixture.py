@@ -25,7 +25,7 @@ from .unsized import Laps, Unsized
 if TYPE_CHECKING:
     from ..order.costs.steps import Steps
     from ..order.outputs import Cursors
-    from ..pipeline.delivery_queue import Delivery
+    from ..pipeline.assembler import Delivery
     from ..ranks.ledger import EpochLedger, Ledgers
     from ..sources.sources import OpenSource, Sources
 

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..formats.detect import make_format
 from ..formats.schema import marked_shape
 from ..reading.chunk_source import ChunkSource
-from ..reading.kept_layouts import KeptLayouts
+from ..reading.layouts import KeptLayouts
 from .sources import OpenSource, Sources
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock import DistributedDataLoader
 from penstock.loader import LoaderClosedError, TokensFormat
-from penstock.loader.columns import ArrayColumn, Block
+from penstock.loader.columns import ArrayColumn, Block, pack_records
 from penstock.loader.decoding import late_rows
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
@@ -21,7 +21,6 @@ from penstock.loader.decoding.gather import gather
 from penstock.loader.decoding.rows import Rows, complete_all
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline.pipeline import Pipeline
-from penstock.loader.reading.records import pack_records
 from penstock.storage.threads.daemon_pool import DaemonPool
 
 LAYOUTS = ["plain", "overlapping", "gaps", "reversed", "columns first", "other dtype"]

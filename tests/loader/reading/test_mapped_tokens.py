@@ -22,8 +22,8 @@ from penstock.loader.decoding.rows import Rows
 from penstock.loader.formats.detect import make_format
 from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
+from penstock.loader.reading import mapped as mapped_chunks
 from penstock.loader.reading.chunk_source import ChunkSource
-from penstock.loader.reading.mapped import files as mapped_files
 from penstock.storage import LocalStore, NotFoundError, ObjectChangedError
 from penstock.storage.memory import libc, mapped
 
@@ -146,7 +146,7 @@ def test_files_of_which_little_is_copied_at_once_are_read_after_some_time(
     is_mapped: bool,
 ) -> None:
     monkeypatch.setattr("penstock.loader.decoding.rows._LEAST_LOOK_BYTES", least_bytes)
-    for _ in range(mapped_files._TRIALS):
+    for _ in range(mapped_chunks._TRIALS):
         gathered.complete()
     maps.clear()
     assert source.load(0).samples

@@ -23,9 +23,8 @@ from penstock.loader.formats.detect import make_format
 from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import Span, SpanPlanner
 from penstock.loader.pipeline import tuning
+from penstock.loader.reading import mapped as mapped_chunks
 from penstock.loader.reading.chunk_source import ChunkSource
-from penstock.loader.reading.mapped import chunks as mapped_chunks
-from penstock.loader.reading.mapped import files as mapped_files
 from penstock.storage import LocalStore, NotFoundError, ObjectChangedError
 from penstock.storage.memory import mapped
 
@@ -279,8 +278,8 @@ def test_chunks_are_read_into_memory_where_the_kernel_does_not_keep_them(
     )
     source.load(1)
     assert maps
-    monkeypatch.setattr(mapped_files, "resource", slow)
-    for _ in range(mapped_files._TRIALS):
+    monkeypatch.setattr(mapped_chunks, "resource", slow)
+    for _ in range(mapped_chunks._TRIALS):
         assert column.take(np.array([1])) == [blob(1)]
     maps.clear()
     block = source.load(1)
