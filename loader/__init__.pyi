@@ -11,8 +11,8 @@ from .data_loader import DistributedDataLoader as DistributedDataLoader
 from .dataset.build import StaleManifestWarning as StaleManifestWarning
 from .dataset.build import UnfinishedDatasetError as UnfinishedDatasetError
 from .dataset.class_names import ClassNumbersWarning as ClassNumbersWarning
-from .dataset.doubts import DoubtfulDatasetWarning as DoubtfulDatasetWarning
 from .dataset.index import open_manifest as open_manifest
+from .dataset.listing import DoubtfulDatasetWarning as DoubtfulDatasetWarning
 from .dataset.manifest import Manifest as Manifest
 from .decoding.byte_views import ByteViews as ByteViews
 from .decoding.byte_views import GatheredBytes as GatheredBytes

@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from .decoding.decode import DecodeChoice, RawValues
     from .decoding.row_work import Sample
     from .formats.shard import ShardFormat
-    from .order.auto import Choice
     from .order.costs.buckets import Bucket
     from .order.costs.budget import TokenBudget
     from .order.costs.costs import Cost
-    from .order.plan import Order
+    from .order.plan import Choice, Order
     from .order.selecting import Subset
     from .packing.config import Packing
     from .ranks.model_parallel import FieldsByStage, SequenceCut

@@ -18,7 +18,7 @@ from ..loader.limits import usable_memory
 from ..loader.metrics import Counters
 from ..loader.progress import show_progress
 from ..loader.reading.checksum import read_chunk
-from ..loader.reading.header_cache import HeaderCache
+from ..loader.reading.layouts import HeaderCache
 from ..storage import Store
 from ..storage.threads.daemon_pool import DaemonPool
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from ..decoding.decode import WIDENED
 from ..decoding.gather import LateBytes, gather
-from ..decoding.late_rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
 from ..decoding.mixed_batch import LateJob, MixedBatch
-from ..decoding.rows import Rows
+from ..decoding.rows import MOST_TOGETHER, TOGETHER_BYTES, Rows, WideRows
 
 if TYPE_CHECKING:
     from ..columns import AnyArray, Block, IntArray

@@ -39,11 +39,10 @@ if TYPE_CHECKING:
     from ..decoding.images import device_codec
     from ..decoding.row_work import Sample
     from ..formats.shard import ShardFormat
-    from ..order.auto import Choice
     from ..order.costs.buckets import Bucket
     from ..order.costs.budget import TokenBudget
     from ..order.costs.costs import Cost
-    from ..order.plan import Share
+    from ..order.plan import Choice, Share
     from ..order.selecting import Subset
     from ..packing.config import Packing
     from ..packing.packer import Packer

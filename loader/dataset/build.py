@@ -30,7 +30,7 @@ from ..formats.shard import (
     is_text,
 )
 from ..formats.tokens import has_free_dtype, index_keys
-from .doubts import heed_names, warn_doubt
+from .listing import heed_names, warn_doubt
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
 

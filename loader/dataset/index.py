@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from ..formats.detect import make_format
 from .build import INDEX_THREADS, PendingIndex, assemble, index_shards, prepare_index, warn_outdated
 from .cache import IndexCache
 from .class_names import warn_of_parts, with_names_of_parts
-from .doubts import warn_doubt
-from .exchange import Exchange, join_exchange
+from .listing import warn_doubt
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Source, select
 
 if TYPE_CHECKING:
     from ..formats.shard import ShardFormat
+    from .exchange import Exchange
     from .splits import Split
 
 
@@ -145,11 +146,20 @@ def find_manifest(
     identity = repr(
         (source, *([] if split is None else [split]), given and (given.name, sorted(given.config().items())), rebuild)
     )
-    exchange = join_exchange(identity)
-    if exchange is None:
+    if not _has_peers():
         return opening.alone()[0]
-    with exchange:
+    from .exchange import join_exchange
+
+    with join_exchange(identity) as exchange:
         return opening.shared(exchange)
+
+
+def _has_peers() -> bool:
+    """Return whether this process is in a process group of two or more ranks."""
+    distributed = sys.modules.get("torch.distributed")  # imported by whoever initialised it
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return bool(distributed.get_world_size() > 1)
 
 
 @dataclass(frozen=True, slots=True)

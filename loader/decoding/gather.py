@@ -14,8 +14,7 @@ from ..errors import DecodeError
 from ..order.cached import cached_property
 from ..reading.mapped import LEAST_ROW_BYTES, MappedArray, MappedColumn
 from .byte_views import Lend, ViewsOfSpan, take_views
-from .late_rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
-from .rows import Rows, Values
+from .rows import LateFields, RecordRows, Rows, RowsAt, RowsOfSpan, Values, WideRows
 
 if TYPE_CHECKING:
     from ..order.spans import ChunkRows

@@ -20,8 +20,7 @@ from ..formats.detect import make_format
 from ..formats.hive import Partitions
 from ..formats.shard import refuse_large
 from ..metrics import Counters
-from ..progress import show_progress
-from .header_cache import HeaderCache
+from .layouts import HeaderCache
 
 if TYPE_CHECKING:
     from ..columns import Block
@@ -47,6 +46,8 @@ def sum_chunks(
     """
     known = {} if saved is None else _known_sums(saved)
     shard_format = make_format(manifest.format, manifest.config)
+    from ..progress import show_progress
+
     found: list[tuple[int, SumArray]] = [(0, _NO_SUMS)] * manifest.num_chunks
 
     def sum_one(index: int) -> None:

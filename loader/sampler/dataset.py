@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PartitionError, StateMismatchError
-from ..order.auto import Choice, choose_order
 from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch, size_in_lanes
 from ..order.costs.steps import BudgetSteps, EvenSteps, Steps
 from ..order.outputs import Cursors
-from ..order.plan import Order, Share, lane_offsets, lane_sizes, lane_turns, require_steps
+from ..order.plan import Choice, Order, Share, choose_order, lane_offsets, lane_sizes, lane_turns, require_steps
 from ..order.spans import EpochCourse, SourceOrder
 from ..order.state import PACKING, LoaderState
 from .schedule import Place, Schedule

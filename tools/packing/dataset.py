@@ -27,7 +27,7 @@ from ...loader.formats.schema import refuse_missing
 from ...loader.formats.shard import ChunkRef
 from ...loader.metrics import Counters
 from ...loader.reading.checksum import read_chunk
-from ...loader.reading.header_cache import HeaderCache
+from ...loader.reading.layouts import HeaderCache
 from ...storage import open_store
 from ...storage.hashing import xxh3_64
 from ...storage.threads.daemon_pool import DaemonPool

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from ...columns import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
@@ -440,6 +439,8 @@ def value_sizes(array: pa.Array) -> IntArray:
         sums = np.concatenate([[0], np.cumsum(value_sizes(array.keys) + value_sizes(array.items))])
         sizes = sums[ends[1:]] - sums[ends[:-1]]
     elif is_list(kind):
+        import pyarrow.compute as pc  # which takes long to import
+
         parents = np.asarray(pc.list_parent_indices(array), dtype=np.int64)
         sizes = np.bincount(parents, weights=value_sizes(pc.list_flatten(array)), minlength=length)
     elif pt.is_fixed_size_list(kind):

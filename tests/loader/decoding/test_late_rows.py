@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock import DistributedDataLoader
 from penstock.loader import LoaderClosedError, TokensFormat
 from penstock.loader.columns import ArrayColumn, Block, pack_records
-from penstock.loader.decoding import late_rows
+from penstock.loader.decoding import rows as late_rows
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather

@@ -17,8 +17,7 @@ from penstock.loader import DistributedDataLoader, Mixture, Source, TokensFormat
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
-from penstock.loader.decoding.late_rows import RowsOfSpan, WideRows
-from penstock.loader.decoding.rows import Rows
+from penstock.loader.decoding.rows import Rows, RowsOfSpan, WideRows
 from penstock.loader.formats.detect import make_format
 from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
