@@ -15,9 +15,9 @@ from ..storage.observability.timeline import Timeline, write_chrome_trace
 from .config.checks import LastBatch, SampleWeights, check_at_least
 from .config.foreign import refuse_foreign
 from .config.loader_config import LoaderConfig
+from .counters import Counters
 from .decoding.row_work import BatchT
 from .errors import ConfigError
-from .metrics import Counters, LoaderMetrics
 from .ranks.attempts import tell_of_failure
 from .run.assembly import make_sampler
 from .run.batch_iterator import BatchIterator
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .decoding.decode import DecodeChoice, RawValues
     from .decoding.row_work import Sample
     from .formats.shard import ShardFormat
+    from .metrics import LoaderMetrics
     from .order.costs.buckets import Bucket
     from .order.costs.budget import TokenBudget
     from .order.costs.costs import Cost

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.loader.counters import Counters
 from penstock.loader.dataset.build import assemble, index_one, prepare_index
 from penstock.loader.dataset.listing import expand_braces, is_glob, match_glob
 from penstock.loader.dataset.manifest import Manifest
@@ -32,7 +33,6 @@ from penstock.loader.formats.mds import MdsFormat
 from penstock.loader.formats.shard import ShardFormat
 from penstock.loader.formats.tar.format import TarFormat
 from penstock.loader.formats.tokens import TokensFormat
-from penstock.loader.metrics import Counters
 from penstock.loader.order.plan import EpochPlan
 from penstock.loader.order.selecting import Subset
 from penstock.loader.order.spans import ChunkRows

@@ -28,8 +28,8 @@ from .rows import Rows, complete_all
 
 if TYPE_CHECKING:
     from ..columns import AnyArray, IntArray
+    from ..counters import Counters
     from ..dataset.manifest import Manifest
-    from ..metrics import Counters
     from ..reading.bad.samples import BadSamples
     from .batch_memory import BatchMemory
     from .decode import FieldDecoders

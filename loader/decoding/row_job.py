@@ -24,8 +24,8 @@ from .values import BatchValues
 
 if TYPE_CHECKING:
     from ...storage.threads.daemon_pool import DaemonPool
+    from ..counters import Counters
     from ..dataset.manifest import Manifest
-    from ..metrics import Counters
     from ..reading.bad.samples import BadSamples
     from .batch_memory import BatchMemory
     from .rows import Rows

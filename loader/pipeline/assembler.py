@@ -19,8 +19,8 @@ from ..errors import LoaderClosedError
 if TYPE_CHECKING:
     from ...storage.threads.interruptible import Event
     from ..columns import Block, IntArray
+    from ..counters import Counters
     from ..decoding.batch import BatchMaker
-    from ..metrics import Counters
     from ..order.mixture import Lap
     from ..order.outputs import Cursors
     from ..order.plan import Order, Share

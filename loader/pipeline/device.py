@@ -167,6 +167,8 @@ class StagedBatch:
 
 @dataclass(slots=True)
 class _Slot:
+    """A place of the ring, and the copy that leaves it."""
+
     buffer: torch.Tensor | None = None
     event: CopyEvent | None = None
     lent: list[torch.Tensor] = field(default_factory=list)  # copied from where they are

@@ -28,12 +28,12 @@ from .autotune import Sums, Tuner
 from .device import DeviceFeeder
 
 if TYPE_CHECKING:
+    from ..counters import Counters, Levels
     from ..decoding.decode import FieldDecoders
     from ..decoding.replace import Replacer
     from ..decoding.row_work import BatchOptions
     from ..decoding.workers.images import ImageProcesses
     from ..decoding.workers.pool import WorkerPool
-    from ..metrics import Counters, Levels
     from ..reading.bad.samples import BadSamples
     from ..reading.chunk_source import ChunkSource
     from .autotune import Settings

@@ -14,12 +14,12 @@ import numpy as np
 from ...storage import ByteRange, Store, open_store
 from ...storage.hashing import xxh3_64
 from ...storage.threads.daemon_pool import DaemonPool
+from ..counters import Counters
 from ..dataset.manifest import FORMATS_IN_PARTS, PartSums, SumArray
 from ..errors import ChecksumError, FormatError
 from ..formats.detect import make_format
 from ..formats.hive import Partitions
 from ..formats.shard import refuse_large
-from ..metrics import Counters
 from .layouts import HeaderCache
 
 if TYPE_CHECKING:

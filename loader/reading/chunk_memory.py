@@ -16,7 +16,7 @@ from ...storage.memory.leases import MemoryLeases
 from ..columns import Block, BytesColumn
 
 if TYPE_CHECKING:
-    from ..metrics import Counters
+    from ..counters import Counters
     from .chunk_source import ChunkSource
     from .fetching import Slot
 
@@ -149,6 +149,8 @@ _MOST_BYTES = 1 << 31  # offsets in Arrow's views have 32 bits
 
 @dataclass(slots=True)
 class _Held:
+    """A chunk that batches keep alive."""
+
     nbytes: int
     exporters: int = 0
     is_resident: bool = True

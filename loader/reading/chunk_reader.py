@@ -13,9 +13,9 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ..counters import Counters, Levels
 from ..errors import LoaderClosedError
 from ..limits import usable_cores
-from ..metrics import Counters, Levels
 from .chunk_memory import ChunkMemory
 from .fetching import FetchQueue, FetchThreads, OpeningQueue, Slot
 

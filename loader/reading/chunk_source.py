@@ -14,12 +14,12 @@ from ...storage import ByteRange, DiscardingStore, LocalStore, Store
 from ...storage.store import is_encrypted
 from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block, pack_records
+from ..counters import Counters
 from ..errors import FormatError
 from ..formats.hive import Partitions
 from ..formats.schema import add_marks, expect_nulls
 from ..formats.shard import BaseFormat, explain_failures, refuse_large
 from ..limits import usable_memory
-from ..metrics import Counters
 from .checksum import ChunkChecks
 from .layouts import HeaderCache, Layouts
 from .mapped import MappedChunks

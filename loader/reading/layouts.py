@@ -29,9 +29,9 @@ from ..dataset.manifest import UNTHREADED
 from ..errors import FormatError
 
 if TYPE_CHECKING:
+    from ..counters import Counters
     from ..dataset.manifest import Manifest
     from ..formats.shard import ShardFormat
-    from ..metrics import Counters
 
 
 # What the formats make of the same bytes: to be raised when that changes.

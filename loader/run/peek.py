@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event
+from ..counters import Counters
 from ..decoding.batch import BatchMaker
 from ..errors import ConfigError, LoaderClosedError
-from ..metrics import Counters
 from ..pipeline.assembler import Equipment
 from ..pipeline.device import DeviceFeeder
 from .assembly import make_assembler

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...storage.observability.counts import fastest_response_s
 from ..config.tuning import count_image_processes
+from ..counters import Counters
 from ..errors import ConfigError
-from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..pipeline.assembler import Assembler, Equipment, Start
 from ..pipeline.autotune import Tuner
 from ..pipeline.pipeline import Pipeline
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..config.loader_config import LoaderConfig
     from ..decoding.replace import Replacer
     from ..decoding.row_work import BatchOptions
+    from ..metrics import LoaderMetrics
     from ..order.plan import Share
     from ..ranks.naming import Attempt
     from ..reading.bad.samples import BadSamples
@@ -329,9 +330,10 @@ class Run:
 
     def metrics(self) -> LoaderMetrics:
         """Measure the current numbers; of a mixture also the progress in each source."""
+        from ..metrics import LoaderMetrics, MixtureMetrics, SourceProgress
         from ..sampler.mixture import MixtureSchedule
 
-        metrics = self.counters.metrics(self.resources.levels(), self.resources.count_store())
+        metrics = LoaderMetrics.read(self.counters, self.resources.levels(), self.resources.count_store())
         schedule, upcoming = self.sampler.schedule, self.sampler.upcoming
         if not isinstance(schedule, MixtureSchedule):
             return metrics

@@ -21,7 +21,7 @@ from .sources import OpenSource, Sources
 if TYPE_CHECKING:
     from ..config.loader_config import AskedSource, LoaderConfig
     from ..config.reshaping import Reshaping
-    from ..metrics import Counters
+    from ..counters import Counters
 
 _MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or give them numbers by a transform="
 

@@ -42,8 +42,8 @@ from .source_view import choose_lane_options, equipment_of, make_transform
 
 if TYPE_CHECKING:
     from ..columns import IntArray
+    from ..counters import Counters
     from ..decoding.batch import UnfinishedBatch
-    from ..metrics import Counters
     from ..sampler.mixture import StreamPlace
     from ..sources.kinds import Kind
     from ..sources.quarantine import Quarantine

@@ -16,12 +16,12 @@ from ..pipeline.tuning import mean_row_bytes
 
 if TYPE_CHECKING:
     from ..config.keep import BoolArray, Sieve
+    from ..counters import Counters
     from ..decoding.batch import UnfinishedBatch
     from ..decoding.byte_views import Lend
     from ..decoding.decode import FieldDecoders
     from ..decoding.row_job import RowJob
     from ..decoding.rows import Rows
-    from ..metrics import Counters
     from ..pipeline.assembler import Equipment
     from ..reading.bad.quarantine import ReplacesChunks
 

@@ -11,8 +11,8 @@ import pytest
 from fake_chunks import FakeSource, close, make_reader, wait_until
 
 from penstock.loader.columns import Block
+from penstock.loader.counters import Counters
 from penstock.loader.errors import FormatError
-from penstock.loader.metrics import Counters
 from penstock.loader.reading.chunk_memory import ChunkMemory, Leases
 from penstock.loader.reading.fetching import Slot
 

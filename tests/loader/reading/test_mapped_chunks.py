@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from penstock.loader import DistributedDataLoader, Mixture, Source, TarFormat, open_manifest
+from penstock.loader.counters import Counters
 from penstock.loader.formats.detect import make_format
-from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import Span, SpanPlanner
 from penstock.loader.pipeline import tuning
 from penstock.loader.reading import mapped as mapped_chunks

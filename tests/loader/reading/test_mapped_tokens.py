@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from penstock.loader import DistributedDataLoader, Mixture, Source, TokensFormat, open_manifest
+from penstock.loader.counters import Counters
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
 from penstock.loader.decoding.rows import Rows, RowsOfSpan, WideRows
 from penstock.loader.formats.detect import make_format
-from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.reading import mapped as mapped_chunks
 from penstock.loader.reading.chunk_source import ChunkSource
