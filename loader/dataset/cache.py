@@ -1,4 +1,4 @@
-"""A per-user cache of manifests on the node, keyed by the listing from which they were built."""
+"""A per-user cache on the node: sealed files, which can be made again at any time; manifests, by their listing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work on each row of a batch: decode, then transform.
+"""Work on each row of a batch: decode, then transform; and the options of batches.
 
 Threads and worker processes run the same code, so both return the same results. It does not import torch, so that a
 worker process need not wait for that.

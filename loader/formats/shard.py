@@ -1,6 +1,7 @@
 """Interface of a shard format: find the chunks of a shard, and open a chunk's bytes as columns.
 
-A format holds no state but its configuration. The loader's threads call it concurrently.
+A format holds no state but its configuration. The loader's threads call it concurrently. Beside it, what formats share:
+names of shards, chunks of about one size, errors that name the shard, and a base that reads a chunk as one byte range.
 """
 
 from __future__ import annotations

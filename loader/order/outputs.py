@@ -1,4 +1,6 @@
-"""The order of outputs where lanes yield different numbers of them: rule 4 while all lanes can, then lane after lane.
+"""The order of outputs where lanes yield different numbers of them, and cursors into it.
+
+Rule 4 holds while all lanes can, then lane after lane.
 
 Pure arithmetic over what is known of the lanes: (lanes,) int64 each, ``known`` outputs so far and ``totals``, -1 where
 a lane's end has not been reached.

@@ -1,4 +1,4 @@
-"""The interface of assemblers: they plan, gather and deliver batches in order, with a pipeline's equipment."""
+"""The interface of assemblers, which plan, gather and deliver batches in order, and the queue that they deliver to."""
 
 from __future__ import annotations
 

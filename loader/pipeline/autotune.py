@@ -1,4 +1,4 @@
-"""The next settings of a running pipeline, from its waits: a function of state and measurement alone.
+"""The next settings of a running pipeline, from its waits, by a function of state and measurement; and its thread.
 
 A change is a trial: its goal is measured before and after, and a change without gain is taken back and
 not tried again for a while, which doubles each time, or until batches come at quite another rate. So on constant input

@@ -1,4 +1,4 @@
-"""Memory of a reader's chunks, within a budget: reserved, evicted, released, and given to idle buffers."""
+"""Memory of a reader's chunks, within a budget: reserved, evicted, leased to batches, and released."""
 
 from __future__ import annotations
 

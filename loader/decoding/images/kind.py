@@ -1,4 +1,4 @@
-"""Image formats, recognised by their first bytes, and the size that a header states."""
+"""Image formats, recognised by their first bytes, the size that a header states, and the fields that hold images."""
 
 from __future__ import annotations
 
