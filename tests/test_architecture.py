@@ -41,7 +41,7 @@ FLOORS = {
         {"resolve"},
     ),
     "loader": (
-        {"errors", "progress"},
+        {"counters", "errors", "progress"},
         {"metrics"},
         {"limits", "order"},
         {"columns"},

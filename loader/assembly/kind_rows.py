@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..decoding.decode import WIDENED
-from ..decoding.gather import gather
-from ..decoding.late.bytes import LateBytes
-from ..decoding.late.rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
+from ..decoding.gather import LateBytes, gather
 from ..decoding.mixed_batch import LateJob, MixedBatch
-from ..decoding.rows import Rows
+from ..decoding.rows import MOST_TOGETHER, TOGETHER_BYTES, Rows, WideRows
 
 if TYPE_CHECKING:
     from ..columns import AnyArray, Block, IntArray

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
     from ..decoding.replace import Substitutes
     from ..order.plan import Share
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..reading.bad.file import Paths
     from ..reading.bad.samples import BadSamples
     from ..reading.chunk_source import ChunkSource

@@ -3,32 +3,63 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import KEY_COLUMN, AnyArray, Block, IntArray
+from ..columns import KEY_COLUMN, AnyArray, Block
 from ..errors import DatasetError, DecodeError
-from ..order.replacement import candidates
+from ..order.permutation import IntArray, permutation, random_numbers, stream_key
 from ..order.spans import ChunkRows
 from ..reading.bad.file import Quarantined
 from ..reading.bad.quarantine import DATA_ERRORS
-from .batch_values import BatchValues
 from .byte_views import ByteViews
-from .copies import copy_sample, copy_value
 from .gather import gather
-from .row_errors import describe_row
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork
+from .rows import copy_sample, copy_value, describe_row
+from .values import BatchValues
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..reading.bad.samples import BadSamples
     from ..reading.chunk_source import ChunkSource
     from .decode import FieldDecoders
     from .rows import Rows
+
+
+_FOR_NEAR, _FOR_FAR, _FOR_ROWS = 7, 8, 9  # what a stream of random numbers is used for, as in plan.py
+NEAR = 8  # are tried in the bad sample's own chunk
+FAR = 8  # are tried in other chunks, one in each
+
+
+def candidates(
+    seed: int, epoch: int, sample_id: int, first_ids: IntArray, samples: IntArray, selection: Selection | None = None
+) -> Iterator[tuple[int, int]]:
+    """The chunk and row of the samples to try, in order: up to 8 of the same chunk, then one each of up to 8 others.
+
+    ``first_ids`` and ``samples`` (chunks,) int64 are those of the manifest. Samples are of the same selection.
+    """
+    words = seed, epoch, sample_id
+    own = int(np.searchsorted(first_ids, sample_id, side="right")) - 1
+    rows = _rows_of(own, samples, selection)
+    rows = rows[rows != sample_id - int(first_ids[own])]
+    for place in permutation(len(rows), stream_key(_FOR_NEAR, *words))[:NEAR].tolist():
+        yield own, int(rows[place])
+    chunks = np.flatnonzero(samples if selection is None else selection.counts)
+    chunks = chunks[chunks != own]
+    draws = random_numbers(0, FAR, stream_key(_FOR_ROWS, *words)).tolist()
+    for place, draw in zip(permutation(len(chunks), stream_key(_FOR_FAR, *words)).tolist(), draws, strict=False):
+        chunk = int(chunks[place])
+        rows = _rows_of(chunk, samples, selection)
+        yield chunk, int(rows[draw % len(rows)])
+
+
+def _rows_of(chunk: int, samples: IntArray, selection: Selection | None) -> IntArray:
+    return np.arange(int(samples[chunk]), dtype=np.int64) if selection is None else selection.rows_of(chunk)
+
 
 _KEPT_BLOCKS = 4
 

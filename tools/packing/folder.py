@@ -14,7 +14,7 @@ import pyarrow as pa
 from ...loader.columns import KEY_COLUMN
 from ...loader.dataset.class_names import LABEL_FIELD
 from ...loader.errors import DatasetError
-from ...loader.formats.names import is_system
+from ...loader.formats.shard import is_system
 from ...storage import ObjectInfo, Store
 from ...storage.threads.daemon_pool import DaemonPool
 from .grouping import group_files
