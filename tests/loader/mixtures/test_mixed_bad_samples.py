@@ -255,9 +255,10 @@ def test_chunks_that_cannot_be_read_are_counted_in_their_source(
     assert not {i for _, rows in alone for k, i in rows if k == 1 and 20 <= i < 40}
     entry = json.loads((tmp_path / "audit" / "d" / "rank00000.quarantine.jsonl").read_text().splitlines()[0])
     assert (entry["kind"], entry["id"], entry["samples"], entry["source"]) == ("chunk", 20, 20, "d")
-    with warnings.catch_warnings(), pytest.raises(DatasetError, match="the source 'd' of the mixture: "):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", BadChunkWarning)
-        run_leg(mixture, 1, 30, None, on_error=on_error, max_errors=3, global_batch_size=12)
+        with pytest.raises(DatasetError, match="the source 'd' of the mixture: "):
+            run_leg(mixture, 1, 30, None, on_error=on_error, max_errors=3, global_batch_size=12)
 
 
 def test_a_run_that_stopped_goes_on_with_either_from_its_state(manifests: list[Manifest]) -> None:
