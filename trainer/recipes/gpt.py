@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,17 @@ class SmallGPT(nn.Module):
             x = block(x)
         scores: torch.Tensor = self.scores(self.norm(x).flatten(0, 1))
         return scores
+
+    parallelize_plan: Mapping[str, str] = {
+        "tokens": "embedding",
+        "blocks.*.queries_keys_values": "colwise_gathered",
+        "blocks.*.project": "rowwise_of_whole",
+        "blocks.*.feed.0": "colwise",
+        "blocks.*.feed.2": "rowwise",
+        "scores": "colwise_gathered",
+    }
+    """How tensor parallelism cuts the model. Equal parts of the fused matrix are no heads: its columns are computed on
+    the ranks, gathered, and each rank attends with all heads. Weights and their products are cut all the same."""
 
 
 def init_weights(name: str, module: nn.Module) -> None:

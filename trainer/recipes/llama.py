@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 from torch.nn import functional as F  # noqa: N812
 
 from ..data.batches import VALID
@@ -154,6 +156,45 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         scores: Tensor = self.lm_head(self.model(tokens, positions, documents))
         return scores
+
+    def parallelize_plan(self) -> Mapping[str, ParallelStyle | str]:
+        """How tensor parallelism cuts the model where no other plan is given."""
+        return plan(self)
+
+
+def plan(model: nn.Module, *, sequence: bool = True, loss: bool = True) -> Mapping[str, ParallelStyle | str]:
+    """The plan of tensor parallelism: attention cut by heads, the feed-forward layer by columns, both by one exchange.
+
+    With ``sequence``, norms and residuals are cut along the sequence (Korthikanti et al. 2022), whose length must then
+    be a multiple of the ranks. With ``loss``, scores stay cut by tokens of the vocabulary, and the loss of them must
+    be ``F.cross_entropy``.
+    """
+    to = "_to_sequence" if sequence else ""
+    if loss:
+        scores = "loss_of_sequence" if sequence else "loss"
+    else:
+        scores = "colwise_of_sequence_gathered" if sequence else "colwise_gathered"
+    layer = "model.layers.*"
+    styles: dict[str, ParallelStyle | str] = {
+        "model.embed_tokens": f"embedding{to}",
+        f"{layer}.self_attn.[qkv]_proj": "colwise",
+        f"{layer}.self_attn.o_proj": f"rowwise{to}",
+        f"{layer}.mlp.gate_proj": "colwise",
+        f"{layer}.mlp.up_proj": "colwise",
+        f"{layer}.mlp.down_proj": f"rowwise{to}",
+        "lm_head": scores,
+    }
+    if sequence:  # each layer gathers what it takes once, not in each of its products
+        cut, whole = Shard(1), Replicate()
+        styles |= {f"{layer}.input_layernorm": "sequence", f"{layer}.post_attention_layernorm": "sequence"}
+        styles |= {
+            "model.norm": "sequence",
+            f"{layer}.self_attn": PrepareModuleInput(
+                input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
+            ),
+            f"{layer}.mlp": PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole),
+        }
+    return styles
 
 
 def make_rotation(positions: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Rotation:
