@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ..data.batches import VALID
 from ..errors import TrainerConfigError
+from ..parallel.context import sequence_places
 
 Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 
@@ -63,7 +64,7 @@ class SmallGPT(nn.Module):
         self.scores.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.places(sequence_places(tokens.shape[1], tokens.device))
         for block in self.blocks:
             x = block(x)
         scores: torch.Tensor = self.scores(self.norm(x).flatten(0, 1))
