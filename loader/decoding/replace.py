@@ -185,18 +185,17 @@ class Replacer:
         numbers = np.searchsorted(self._edges, rows.ids, side="right")
         epochs: int | AnyArray = task.epoch if keys is None else keys[:, 1]
         for number in np.unique(numbers[[error.row for error in results.failed]]).tolist():
-            own = np.flatnonzero(numbers == number)
             errors = [error for error in results.failed if numbers[error.row] == number]
-            self._tell(errors, rows, epochs, self._of_sources[number], own)
+            self._tell(errors, rows, epochs, self._of_sources[number], np.flatnonzero(numbers == number))
         found: dict[tuple[int, int], tuple[Rows, RowTask, RowResults]] = {}  # a padded batch repeats samples
         for error in sorted(results.failed, key=lambda each: each.row):
             of, sample_id = self._of_sources[numbers[error.row]], int(rows.ids[error.row])
-            key = work.seed, task.epoch, sample_id
-            if keys is not None:
-                key = tuple(keys[error.row].tolist())
-            if (sample_id, key[1]) not in found:
-                found[sample_id, key[1]] = self._find(error, rows, key, results, decoders, work, of)
-            other, its_task, its_results = found[sample_id, key[1]]
+            own = (work.seed, task.epoch, sample_id) if keys is None else keys[error.row].tolist()
+            seed, epoch, own_id = own
+            if (sample_id, epoch) not in found:
+                key = seed, epoch, own_id
+                found[sample_id, epoch] = self._find(error, rows, key, results, decoders, work, of)
+            other, its_task, its_results = found[sample_id, epoch]
             _place(error.row, task, results, its_task, its_results)
             ids[error.row] = other.ids[0] + of.first_id
         return ids
