@@ -72,10 +72,25 @@ class MeshSizes:
             rank, place[name] = divmod(rank, getattr(self, name))
         return {name: place[name] for name in DIMS}
 
+    @property
+    def is_spread(self) -> bool:
+        """Return whether a replica of the model lies on several ranks."""
+        return (self.pp, self.cp, self.tp) != (1, 1, 1)
+
+    def describe_place(self, rank: int) -> str:
+        """A rank's place along dimensions that have more than one, ``pp 1, tp 1``; empty where ranks are replicas."""
+        place = (f"{name} {at}" for name, at in self.place(rank).items() if getattr(self, name) > 1)
+        return ", ".join(place) if self.is_spread else ""
+
     def describe(self, rank: int) -> str:
-        """The rank in words, with its place along each dimension that has more than one: ``rank 5 (pp 1, tp 1)``."""
-        place = ", ".join(f"{name} {at}" for name, at in self.place(rank).items() if getattr(self, name) > 1)
-        return f"rank {rank} ({place})" if place and (self.pp, self.cp, self.tp) != (1, 1, 1) else f"rank {rank}"
+        """The rank in words, with its place: ``rank 5 (pp 1, tp 1)``."""
+        place = self.describe_place(rank)
+        return f"rank {rank} ({place})" if place else f"rank {rank}"
+
+    def to_dict(self) -> dict[str, int]:
+        """Ranks by dimension, of those with more than one, where replicas lie on several; else empty."""
+        sizes = {name: getattr(self, name) for name in (*DIMS, "ep")}
+        return {name: size for name, size in sizes.items() if size > 1} if self.is_spread else {}
 
 
 class Mesh:
@@ -111,7 +126,7 @@ class Mesh:
     @property
     def is_spread(self) -> bool:
         """Return whether a replica of the model lies on several ranks."""
-        return (self.sizes.pp, self.sizes.cp, self.sizes.tp) != (1, 1, 1)
+        return self.sizes.is_spread
 
     @property
     def replicas(self) -> int:
