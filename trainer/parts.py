@@ -44,7 +44,7 @@ class Parts:
 
 
 def find_spread(parallel: ParallelConfig, model: nn.Module, mesh: Mesh) -> ReplicaSpread | None:
-    """What cuts the model over the ranks of each replica; None where these are single ranks.
+    """Find what cuts the model over the ranks of each replica; None where these are single ranks.
 
     Raises:
         TrainerConfigError: the model cannot be cut so.

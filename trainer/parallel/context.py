@@ -110,9 +110,12 @@ class ContextCut:
                 "labels that are shifted before, or add the place of each token in its sequence, (B, length) int64"
             )
         length = places.shape[1]
-        if length not in self._by_length:
-            self._by_length[length] = self._learn(places)
-        return self._by_length[length]
+        if length in self._by_length:
+            return self._by_length[length]
+        found = self._learn(places)
+        if len(places):  # one without rows does not tell
+            self._by_length[length] = found
+        return found
 
     def _learn(self, places: Tensor) -> Part:
         """The parts of all ranks; reads them on the host."""

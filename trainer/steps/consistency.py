@@ -71,7 +71,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _comparable(value: Any) -> Any:
-    """What is equal, and can be sent, where two ranks were given the same: of functions and objects, their names."""
+    """Return what is equal, and can be sent, where ranks were given the same: of functions and objects, names."""
     if isinstance(value, Mapping):
         return {key: _comparable(one) for key, one in value.items()}
     if isinstance(value, str | int | float | tuple | NoneType):

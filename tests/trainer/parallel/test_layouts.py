@@ -10,7 +10,6 @@ import torch
 from launch_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from penstock.trainer import (
     ArrayLoader,
@@ -21,11 +20,11 @@ from penstock.trainer import (
     TrainerConfigError,
     World,
     open_mesh,
-    parts,
 )
 from penstock.trainer.options import build_config
 
 STEPS, EACH = 4, 2
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tp": 2},
     {"tp": 2, "zero": 1},
@@ -70,12 +69,6 @@ class Net(nn.Module):
         return self.spare(x) if uses_spare else x
 
 
-def cut(model: nn.Module, mesh: Mesh) -> None:
-    assert mesh.device_mesh is not None
-    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-    parallelize_module(model, mesh.device_mesh["tp"], plan)
-
-
 def weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Squares over rows that count, of which ranks have unequal numbers."""
     apart = (model(batch["x"], uses_spare=True) - batch["y"]).square().sum(1)
@@ -98,13 +91,12 @@ def rows(mesh: Mesh, **options: Any) -> ArrayLoader:
 
 def train(world: World, folder: str, parallel: dict[str, Any], *, steps: int = STEPS, **options: Any) -> dict[str, Any]:
     """Train, evaluate, and return whole weights, buffers, metrics and norms of gradients."""
-    parts.find_spread = lambda config, model: cut if config.tp > 1 else None  # type: ignore[assignment]
     loss = options.pop("loss", weighted)
     given = {
         "steps": steps,
         "output_dir": folder,
         "precision": {"dtype": "fp32"},
-        "parallel": parallel,
+        "parallel": parallel | ({"plan": PLAN} if "tp" in parallel else {}),
         "step": {"accumulate": 3, "clip_norm": 0.5},
         "report": {"quiet": True, "every": 1},
         **options,
