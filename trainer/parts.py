@@ -16,6 +16,7 @@ from .config import TrainerConfig
 from .errors import TrainerConfigError
 from .parallel.activation import compile_model, recompute_activations
 from .parallel.config import ParallelConfig
+from .parallel.experts import spread_experts
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory, ParallelModel, Spread
 from .parallel.passes import Passes, PlainPasses
@@ -43,12 +44,14 @@ class Parts:
 
 
 def find_spread(parallel: ParallelConfig, model: nn.Module) -> Spread | None:
-    """What cuts the model over the ranks of each replica; None where these are single ranks.
+    """What cuts the model over ranks that share it; None where each has all of it.
 
     Raises:
         TrainerConfigError: the model cannot be cut so.
     """
-    for key in ("tp", "pp", "cp", "ep"):
+    if parallel.ep > 1:
+        return spread_experts
+    for key in ("tp", "pp", "cp"):
         if getattr(parallel, key) > 1:
             raise TrainerConfigError(
                 f"parallel.{key}={getattr(parallel, key)} is not there yet; leave it out, and use parallel.zero=3 for "

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 
 from ..errors import TrainerConfigError
@@ -136,7 +137,8 @@ class Experts(nn.Module):
         return self.exchange.send_back(self._compute(arrived, own), journey)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        weights = self.gate_proj, self.up_proj, self.down_proj
+        stacked = self.gate_proj, self.up_proj, self.down_proj
+        weights = tuple(one.to_local() if isinstance(one, DTensor) else one for one in stacked)
         if rows.is_meta:  # numbers are not known there; each row costs as much with any expert
             gate, up, down = (weight[0] for weight in weights)
             return F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
