@@ -15,9 +15,9 @@ from ..storage.observability.timeline import Timeline, write_chrome_trace
 from .config.checks import LastBatch, SampleWeights, check_at_least
 from .config.foreign import refuse_foreign
 from .config.loader_config import LoaderConfig
-from .decoding.batch_options import BatchT
+from .counters import Counters
+from .decoding.row_work import BatchT
 from .errors import ConfigError
-from .metrics import Counters, LoaderMetrics
 from .ranks.attempts import tell_of_failure
 from .run.assembly import make_sampler
 from .run.batch_iterator import BatchIterator
@@ -37,16 +37,15 @@ if TYPE_CHECKING:
     from .decoding.decode import DecodeChoice, RawValues
     from .decoding.row_work import Sample
     from .formats.shard import ShardFormat
-    from .order.auto import Choice
+    from .metrics import LoaderMetrics
     from .order.costs.buckets import Bucket
     from .order.costs.budget import TokenBudget
     from .order.costs.costs import Cost
-    from .order.plan import Order
-    from .order.selecting.subset import Subset
+    from .order.plan import Choice, Order
+    from .order.selecting import Subset
     from .packing.config import Packing
+    from .ranks.model_parallel import FieldsByStage, SequenceCut
     from .ranks.naming import Attempt
-    from .ranks.sequence_cut import SequenceCut
-    from .ranks.stages import FieldsByStage
     from .reading.bad.file import Paths, Quarantined
     from .reading.bad.quarantine import BadChunk
     from .views.samples import DatasetView
@@ -261,7 +260,7 @@ class DistributedDataLoader(Generic[BatchT]):
         of each by its name: ``dataset.sources["web"]``.
         """
         if self._view is None:
-            from .views.dataset import open_view
+            from .views.samples import open_view
 
             self._view = open_view(self._run)
         return self._view.owned_by(self)

@@ -46,7 +46,7 @@ settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES)
 settings.load_profile("penstock")
 
 # What makes a test slow: a server, ranks of its own, a kill, in the test or in a function of its file that it calls.
-# One that takes a second or more, or a third of a second of a core, is marked by hand. `make quick` leaves them out;
+# One that takes a second, or a third of a second of a core, is marked by hand. `make quick` leaves slow tests out;
 # `make test` runs them last, two at a time, so that they do not take the cores from each other.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}
 SLOW_PARAMETERS = re.compile(r"nginx|http \(|python_url")

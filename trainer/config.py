@@ -170,6 +170,12 @@ class TrainerConfig:
                     f"several; {cure}, or leave parallel.{key.split('=')[0].removeprefix('parallel.')} out"
                 )
 
+        if self.parallel.cp > 1 and self.compile.enabled:
+            raise TrainerConfigError(
+                f"compile.enabled=True compiles attention as it is, and parallel.cp={self.parallel.cp} has it see the "
+                "keys of other ranks; use compile.enabled=False, or leave parallel.cp out"
+            )
+
     def _check_adaptive_batch(self) -> None:
         """Refuse the options whose collectives would hang while one rank probes its memory and others wait."""
         if not self.step.adaptive_batch:

@@ -16,10 +16,10 @@ from .config import TrainerConfig
 from .errors import TrainerConfigError
 from .parallel.activation import compile_model, recompute_activations
 from .parallel.config import ParallelConfig
-from .parallel.experts import spread_experts
 from .parallel.materialise import Initialiser
-from .parallel.model import OptimizerFactory, ParallelModel, Spread
+from .parallel.model import OptimizerFactory, ParallelModel
 from .parallel.passes import Passes, PlainPasses
+from .parallel.spread import ReplicaSpread
 from .ranks.mesh import Mesh
 from .run.length import effective_batch_size
 from .steps.loss import LossFunction
@@ -43,21 +43,19 @@ class Parts:
     microbatches: Microbatches
 
 
-def find_spread(parallel: ParallelConfig, model: nn.Module) -> Spread | None:
-    """What cuts the model over ranks that share it; None where each has all of it.
+def find_spread(parallel: ParallelConfig, model: nn.Module, mesh: Mesh) -> ReplicaSpread | None:
+    """What cuts the model over the ranks of each replica; None where these are single ranks.
 
     Raises:
         TrainerConfigError: the model cannot be cut so.
     """
-    if parallel.ep > 1:
-        return spread_experts
-    for key in ("tp", "pp", "cp"):
+    for key in ("pp",):
         if getattr(parallel, key) > 1:
             raise TrainerConfigError(
                 f"parallel.{key}={getattr(parallel, key)} is not there yet; leave it out, and use parallel.zero=3 for "
                 "a model that does not fit"
             )
-    return None
+    return ReplicaSpread(model, parallel, mesh) if mesh.is_spread else None
 
 
 def make_parts(
@@ -78,6 +76,7 @@ def make_parts(
     ``clock``, where there is one, measures what this rank computes.
     """
     world = mesh.world
+    spread = find_spread(config.parallel, model, mesh)
     compile_model(model, config.compile, config.parallel, world, config.activation)
     recompute_activations(model, config.activation)
     parallel = ParallelModel(
@@ -90,8 +89,10 @@ def make_parts(
         scheme=config.compression.scheme,
         seed=config.seed,
         initialise=initialise,
-        spread=find_spread(config.parallel, model),
+        spread=spread,
     )
+    if spread is not None:
+        loss = spread.watch_loss(loss)
     adopted = parallel.adopt_optimizer(optimizer)
     schedule = Schedule(
         config.schedule,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.benchmarks.child_arguments import take_arguments
 
@@ -23,12 +24,12 @@ def make_entry(engine: str, name: str, take: Callable[[bytes], None]) -> Callabl
 
     from .structured import strategies
 
-    @settings(database=None, deadline=None, suppress_health_check=[*HealthCheck])
-    @given(strategies()[name])
     def run(data: bytes) -> None:
         take(data)
 
-    entry: Callable[[bytes], object] = run.hypothesis.fuzz_one_input
+    unbounded = settings(database=None, deadline=None, suppress_health_check=[*HealthCheck])
+    property_: Any = unbounded(given(strategies()[name])(run))
+    entry: Callable[[bytes], object] = property_.hypothesis.fuzz_one_input
     return entry
 
 

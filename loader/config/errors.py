@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
     from ..decoding.replace import Substitutes
     from ..order.plan import Share
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..reading.bad.file import Paths
     from ..reading.bad.samples import BadSamples
     from ..reading.chunk_source import ChunkSource
@@ -156,8 +156,8 @@ class ErrorArguments:
 
     def check_avoided(self, policies: Sequence[ErrorPolicy]) -> None:
         """Raise ConfigError where ``avoid`` names samples of a data set that is none of a mixture's."""
-        strange = frozenset().union(*(policy.others for policy in policies))
-        strange -= {policy.manifest.fingerprint for policy in policies}
+        known = {policy.manifest.fingerprint for policy in policies}
+        strange = {other for policy in policies for other in policy.others} - known
         if strange:
             raise ConfigError(
                 f"avoid={self.avoid!r}: some lines are of a data set that is none of the mixture's, or of one whose "

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import DecodeChoice, RawValues, check_decode, decodes_on_device
+from ..decoding.row_work import BatchOptions
 from ..errors import ConfigError
 from .checks import (
     LastBatch,
@@ -39,17 +39,15 @@ if TYPE_CHECKING:
     from ..decoding.images import device_codec
     from ..decoding.row_work import Sample
     from ..formats.shard import ShardFormat
-    from ..order.auto import Choice
     from ..order.costs.buckets import Bucket
     from ..order.costs.budget import TokenBudget
     from ..order.costs.costs import Cost
-    from ..order.plan import Share
-    from ..order.selecting.subset import Subset
+    from ..order.plan import Choice, Share
+    from ..order.selecting import Subset
     from ..packing.config import Packing
     from ..packing.packer import Packer
     from ..pipeline.tuning import TuningChoice
-    from ..ranks.sequence_cut import SequenceCut
-    from ..ranks.stages import FieldsByStage
+    from ..ranks.model_parallel import FieldsByStage, SequenceCut
     from ..reading.bad.file import Paths
     from .keep import KeepChoice
 

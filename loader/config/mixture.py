@@ -12,7 +12,7 @@ import numpy as np
 
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
-from ..order.selecting.subset import Subset
+from ..order.selecting import Subset
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..decoding.decode import DecodeChoice
     from ..decoding.row_work import Sample
     from ..formats.shard import ShardFormat
-    from ..order.mixtures.mixture import Stop, WeightChange
+    from ..order.mixture import Stop, WeightChange
     from ..packing.config import Packing
     from .checks import SampleWeights
     from .keep import KeepChoice
@@ -205,7 +205,7 @@ class Mixture:
 
 def _mixing() -> Any:
     """Import the module of a mixture's arithmetic, which a loader of one data set does without."""
-    from ..order.mixtures import mixture
+    from ..order import mixture
 
     return mixture
 

@@ -11,14 +11,13 @@ import torch
 
 from .batch import BatchMaker, UnfinishedBatch, are_rows_done, cancel_rows, wait_for_rows
 from .byte_views import ByteViews
-from .collate import collate_values
+from .row_job import collate_values
 
 if TYPE_CHECKING:
     from ...storage.threads.interruptible import Future
     from ..columns import IntArray
-    from .batch_options import Batch
     from .row_job import RowJob
-    from .row_work import Sample
+    from .row_work import Batch, Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,32 +3,63 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import KEY_COLUMN, AnyArray, Block, IntArray
+from ..columns import KEY_COLUMN, AnyArray, Block
 from ..errors import DatasetError, DecodeError
-from ..order.replacement import candidates
+from ..order.permutation import IntArray, permutation, random_numbers, stream_key
 from ..order.spans import ChunkRows
 from ..reading.bad.file import Quarantined
 from ..reading.bad.quarantine import DATA_ERRORS
-from .batch_values import BatchValues
 from .byte_views import ByteViews
-from .copies import copy_sample, copy_value
 from .gather import gather
-from .row_errors import describe_row
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork
+from .rows import copy_sample, copy_value, describe_row
+from .values import BatchValues
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..reading.bad.samples import BadSamples
     from ..reading.chunk_source import ChunkSource
     from .decode import FieldDecoders
     from .rows import Rows
+
+
+_FOR_NEAR, _FOR_FAR, _FOR_ROWS = 7, 8, 9  # what a stream of random numbers is used for, as in plan.py
+NEAR = 8  # are tried in the bad sample's own chunk
+FAR = 8  # are tried in other chunks, one in each
+
+
+def candidates(
+    seed: int, epoch: int, sample_id: int, first_ids: IntArray, samples: IntArray, selection: Selection | None = None
+) -> Iterator[tuple[int, int]]:
+    """The chunk and row of the samples to try, in order: up to 8 of the same chunk, then one each of up to 8 others.
+
+    ``first_ids`` and ``samples`` (chunks,) int64 are those of the manifest. Samples are of the same selection.
+    """
+    words = seed, epoch, sample_id
+    own = int(np.searchsorted(first_ids, sample_id, side="right")) - 1
+    rows = _rows_of(own, samples, selection)
+    rows = rows[rows != sample_id - int(first_ids[own])]
+    for place in permutation(len(rows), stream_key(_FOR_NEAR, *words))[:NEAR].tolist():
+        yield own, int(rows[place])
+    chunks = np.flatnonzero(samples if selection is None else selection.counts)
+    chunks = chunks[chunks != own]
+    draws = random_numbers(0, FAR, stream_key(_FOR_ROWS, *words)).tolist()
+    for place, draw in zip(permutation(len(chunks), stream_key(_FOR_FAR, *words)).tolist(), draws, strict=False):
+        chunk = int(chunks[place])
+        rows = _rows_of(chunk, samples, selection)
+        yield chunk, int(rows[draw % len(rows)])
+
+
+def _rows_of(chunk: int, samples: IntArray, selection: Selection | None) -> IntArray:
+    return np.arange(int(samples[chunk]), dtype=np.int64) if selection is None else selection.rows_of(chunk)
+
 
 _KEPT_BLOCKS = 4
 
@@ -154,18 +185,17 @@ class Replacer:
         numbers = np.searchsorted(self._edges, rows.ids, side="right")
         epochs: int | AnyArray = task.epoch if keys is None else keys[:, 1]
         for number in np.unique(numbers[[error.row for error in results.failed]]).tolist():
-            own = np.flatnonzero(numbers == number)
             errors = [error for error in results.failed if numbers[error.row] == number]
-            self._tell(errors, rows, epochs, self._of_sources[number], own)
+            self._tell(errors, rows, epochs, self._of_sources[number], np.flatnonzero(numbers == number))
         found: dict[tuple[int, int], tuple[Rows, RowTask, RowResults]] = {}  # a padded batch repeats samples
         for error in sorted(results.failed, key=lambda each: each.row):
             of, sample_id = self._of_sources[numbers[error.row]], int(rows.ids[error.row])
-            key = work.seed, task.epoch, sample_id
-            if keys is not None:
-                key = tuple(keys[error.row].tolist())
-            if (sample_id, key[1]) not in found:
-                found[sample_id, key[1]] = self._find(error, rows, key, results, decoders, work, of)
-            other, its_task, its_results = found[sample_id, key[1]]
+            own = (work.seed, task.epoch, sample_id) if keys is None else keys[error.row].tolist()
+            seed, epoch, own_id = own
+            if (sample_id, epoch) not in found:
+                key = seed, epoch, own_id
+                found[sample_id, epoch] = self._find(error, rows, key, results, decoders, work, of)
+            other, its_task, its_results = found[sample_id, epoch]
             _place(error.row, task, results, its_task, its_results)
             ids[error.row] = other.ids[0] + of.first_id
         return ids

@@ -18,9 +18,9 @@ from ..ranks.detect import own_process
 if TYPE_CHECKING:
     from ..columns import IntArray
     from ..dataset.manifest import Manifest
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..reading.bad.samples import BadOfSources
-    from .delivery_queue import Delivery
+    from .assembler import Delivery
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070

@@ -21,21 +21,20 @@ from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event, Thread
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
+from ..reading.chunk_memory import Leases
 from ..reading.chunk_reader import ChunkReader
-from ..reading.leases import Leases
-from .assembler import Assembler, Equipment, Start
+from .assembler import Assembler, Delivery, DeliveryQueue, Equipment, Start
+from .autotune import Sums, Tuner
 from .delivery_log import pair_replaced
-from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
-from .tuner import Sums, Tuner
 
 if TYPE_CHECKING:
-    from ..decoding.batch_options import BatchOptions
+    from ..counters import Counters, Levels
     from ..decoding.decode import FieldDecoders
     from ..decoding.replace import Replacer
+    from ..decoding.row_work import BatchOptions
     from ..decoding.workers.images import ImageProcesses
     from ..decoding.workers.pool import WorkerPool
-    from ..metrics import Counters, Levels
     from ..reading.chunk_source import ChunkSource
     from .autotune import Settings
     from .tuning import PipelineOptions

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config.mixture import Mixture
-from ..metrics import Counters
+from ..counters import Counters
 from ..sampler.dataset import DatasetSchedule
 from ..sampler.sampler import Sampler
 

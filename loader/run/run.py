@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...storage.observability.counts import fastest_response_s
 from ..config.tuning import count_image_processes
+from ..counters import Counters
 from ..errors import ConfigError
-from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..pipeline.assembler import Assembler, Equipment, Start
+from ..pipeline.autotune import Tuner
 from ..pipeline.pipeline import Pipeline
-from ..pipeline.tuner import Tuner
 from ..pipeline.tuning import PipelineOptions, tune
 from ..ranks.detect import check_rank
 from ..sources.kinds import group_kinds, open_kinds
@@ -23,7 +23,8 @@ from .assembly import Reading, make_assembler
 if TYPE_CHECKING:
     from ...storage.observability.timeline import Timeline
     from ..config.loader_config import LoaderConfig
-    from ..decoding.batch_options import BatchOptions
+    from ..decoding.row_work import BatchOptions
+    from ..metrics import LoaderMetrics
     from ..order.plan import Share
     from ..ranks.naming import Attempt
     from ..sampler.sampler import Sampler
@@ -316,9 +317,10 @@ class Run:
 
     def metrics(self) -> LoaderMetrics:
         """Measure the current numbers; of a mixture also the progress in each source."""
+        from ..metrics import LoaderMetrics, MixtureMetrics, SourceProgress
         from ..sampler.mixture import MixtureSchedule
 
-        metrics = self.counters.metrics(self.resources.levels(), self.resources.count_store())
+        metrics = LoaderMetrics.read(self.counters, self.resources.levels(), self.resources.count_store())
         schedule, upcoming = self.sampler.schedule, self.sampler.upcoming
         if not isinstance(schedule, MixtureSchedule):
             return metrics

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PartitionError, StateMismatchError
-from ..order.auto import Choice, choose_order
 from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch
 from ..order.costs.steps import BudgetSteps, EvenSteps, Steps
-from ..order.courses import EpochCourse
-from ..order.cursors import Cursors
-from ..order.plan import Order, Share, lane_offsets, lane_sizes, lane_turns, require_steps
-from ..order.spans import SourceOrder
+from ..order.outputs import Cursors
+from ..order.plan import Choice, Order, Share, choose_order, lane_offsets, lane_sizes, lane_turns, require_steps
+from ..order.spans import EpochCourse, SourceOrder
 from ..order.state import PACKING, LoaderState
 from .resuming import check_bucket
 from .schedule import Place, Schedule
@@ -22,7 +20,7 @@ from .schedule import Place, Schedule
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
     from ..order.costs.costs import SampleCosts
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..ranks.ledger import Ledgers
 
 FILTER = "filter"
@@ -149,7 +147,7 @@ class DatasetSchedule(Schedule):
     # -- states ---------------------------------------------------------------------------------------------------
 
     def to_state(self, epoch: int, consumed: int) -> LoaderState:
-        from ..order.mixtures.laps import Lap
+        from ..order.mixture import Lap
 
         stream: Mapping[str, Any] = {}
         if self.unsized is not None:
@@ -194,7 +192,7 @@ class DatasetSchedule(Schedule):
         return loaded
 
     def load(self, state: LoaderState) -> tuple[Place, Sequence[str]]:
-        from ..order.mixtures.laps import Lap
+        from ..order.mixture import Lap
 
         self._order = state.order
         if self.unsized is not None:

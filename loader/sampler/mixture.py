@@ -12,17 +12,13 @@ import xxhash
 
 from ..config.mixture import Mixture, check_position, update_weights
 from ..errors import ConfigError, StateMismatchError
-from ..order.auto import Choice, choose_order
 from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets
-from ..order.courses import MixtureCourse
-from ..order.cursors import Cursors
-from ..order.mixtures.laps import Lap, is_over
-from ..order.mixtures.mixture import Cursor, MixturePlan
-from ..order.mixtures.source_stream import SourceStream
-from ..order.mixtures.state import MixtureState, SourceState
+from ..order.mixture import Cursor, Lap, MixturePlan, is_over
+from ..order.mixture_state import MixtureState, SourceState, SourceStream
+from ..order.outputs import Cursors
 from ..order.permutation import IntArray, stream_key
-from ..order.plan import Order, Share, lane_sizes
-from ..order.spans import SourceOrder
+from ..order.plan import Choice, Order, Share, choose_order, lane_sizes
+from ..order.spans import MixtureCourse, SourceOrder
 from .resuming import check_bucket, identity_of, match_sources, merge_changes, refuse_other_stream, yields_alike
 from .schedule import Place, Schedule
 from .unsized import Laps, Unsized
@@ -30,7 +26,8 @@ from .unsized import Laps, Unsized
 if TYPE_CHECKING:
     from ..order.costs.costs import SampleCosts
     from ..order.costs.steps import Steps
-    from ..pipeline.delivery_queue import Delivery
+    from ..order.outputs import Cursors
+    from ..pipeline.assembler import Delivery
     from ..ranks.ledger import EpochLedger, Ledgers
     from ..sources.sources import OpenSource, Sources
 

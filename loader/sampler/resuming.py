@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import StateMismatchError
 from ..order.costs.buckets import BucketedOrder, size_in_lanes
-from ..order.mixtures.mixture import WeightChange
+from ..order.mixture import WeightChange
 
 if TYPE_CHECKING:
     from ..order.costs.buckets import Bucket
-    from ..order.mixtures.state import MixtureState, SourceState
+    from ..order.mixture_state import MixtureState, SourceState
     from ..order.plan import Order
     from ..sources.sources import OpenSource, Sources
 

@@ -11,10 +11,10 @@ from ..errors import ConfigError
 from ..order.costs.steps import skip_steps
 
 if TYPE_CHECKING:
-    from ..order.cursors import Cursors
+    from ..order.outputs import Cursors
     from ..order.plan import Order, Share
     from ..order.spans import Course, SourceOrder
-    from ..pipeline.delivery_queue import Delivery
+    from ..pipeline.assembler import Delivery
     from .schedule import Schedule, State
 
 Report = Callable[[int, int, int], None]  # gets positions of an epoch: (epoch, start, stop)

@@ -15,13 +15,13 @@ from ..errors import ConfigError
 from ..formats.detect import make_format
 from ..formats.schema import marked_shape
 from ..reading.chunk_source import ChunkSource
-from ..reading.kept_layouts import KeptLayouts
+from ..reading.layouts import KeptLayouts
 from .sources import OpenSource, Sources
 
 if TYPE_CHECKING:
     from ..config.loader_config import AskedSource, LoaderConfig
     from ..config.reshaping import Reshaping
-    from ..metrics import Counters
+    from ..counters import Counters
 
 _MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or give them numbers by a transform="
 

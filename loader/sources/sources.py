@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ..dataset.manifest import Manifest
-from ..decoding.batch_options import IDS
+from ..decoding.row_work import IDS
 from ..order.cached import cached_property
 from ..reading.chunk_source import ChunkSource, Fetched, reads_locally
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..config.mixture import Source
     from ..config.reshaping import Reshaping
     from ..decoding.replace import Replacer
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..packing.packer import Packer
     from ..reading.bad.samples import BadOfSources
 

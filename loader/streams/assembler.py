@@ -27,12 +27,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PartitionError
-from ..order.cursors import Cursors
+from ..order.outputs import Cursors
 from ..order.plan import Share, share_bounds
 from ..order.spans import SourceOrder
-from ..pipeline.assembler import Equipment, Start, gather_apart, hand_over, pick_uses, steps_at_once, time_assembly
+from ..pipeline.assembler import (
+    Delivery,
+    Equipment,
+    Start,
+    gather_apart,
+    hand_over,
+    pick_uses,
+    steps_at_once,
+    time_assembly,
+)
 from ..pipeline.delivery_log import to_keys
-from ..pipeline.delivery_queue import Delivery
 from ..ranks.channel import wait_for_ranks
 from ..ranks.ledger import EpochLedger, Ledgers, order_key
 from ..sources.fields import check_fields
@@ -44,8 +52,8 @@ from .source_view import choose_lane_options, equipment_of, make_transform
 
 if TYPE_CHECKING:
     from ..columns import IntArray
+    from ..counters import Counters
     from ..decoding.batch import UnfinishedBatch
-    from ..metrics import Counters
     from ..reading.bad.samples import BadSamples
     from ..sampler.mixture import StreamPlace
     from ..sources.kinds import Kind

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..order.mixtures.laps import Lap, is_over
+from ..order.mixture import Lap, is_over
 from ..order.outputs import keeper_ranks, lanes_of_share
 from ..order.plan import lane_turns
 from .source_stream import TailRule
 
 if TYPE_CHECKING:
     from ..columns import IntArray
-    from ..order.cursors import Cursors
+    from ..order.outputs import Cursors
     from ..order.plan import Share
     from ..sampler.mixture import StreamPlace
     from .source_stream import SourceStream

@@ -19,7 +19,7 @@ from tar_dataset import write_tars
 
 from penstock.loader import ByteViews, ConfigError, DistributedDataLoader, pack
 from penstock.loader.columns import Block, BytesColumn
-from penstock.loader.reading.leases import Leases
+from penstock.loader.reading.chunk_memory import Leases
 
 VALUES = [b"", b"short", None, b"twelve bytes", b"thirteen byte", bytes(range(256))]
 

@@ -47,10 +47,9 @@ from .precision import (
     check_reducible,
     list_batch_norms,
 )
+from .spread import ReplicaSpread
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Spread = Callable[[nn.Module, Mesh], None]
-"""Cuts a whole model's weights over the ranks of a replica, in place; the parameters that it cuts become DTensors."""
 
 
 class Prefetch:
@@ -113,7 +112,7 @@ class ParallelModel:
         scheme: str = "none",
         seed: int = 0,
         initialise: Initialiser | None = None,
-        spread: Spread | None = None,
+        spread: ReplicaSpread | None = None,
     ) -> None:
         world = mesh.world
         check_trainable(model)
@@ -134,12 +133,13 @@ class ParallelModel:
         if config.sync_batchnorm:
             synchronise_batch_norms(model, mesh)
         before = dict(model.named_parameters())
+        self._spread = spread
         self.module: nn.Module
         self._local_exchange: LocalExchange | None = None
         if spread is not None:
             self.materialiser.materialise(model)
             copy_from_first_rank(model, world)
-            spread(model, mesh)
+            spread.cut(mesh)
         if config.zero:
             if spread is None:
                 copy_from_first_rank(model, world)
@@ -273,6 +273,10 @@ class ParallelModel:
         if self.order is not None:
             self.order.end_forward()
 
+    def computing(self, batch: Any) -> AbstractContextManager[None]:
+        """The context of forward and backward of a batch, or of metrics of it; a collective of a replica's ranks."""
+        return nullcontext() if self._spread is None else self._spread.computing(batch)
+
     def order_marks(self) -> tuple[float, float]:
         """Two numbers of this step's order of modules, to be added over the stage and given to ``check_order``."""
         return (0.0, 0.0) if self.order is None else self.order.marks()
@@ -292,6 +296,8 @@ class ParallelModel:
     def check_gradients(self) -> None:
         """Raise a TrainerConfigError where the engine lacks a gradient, or has one that it does not exchange."""
         self._entry.check_gradients()
+        if self._spread is not None:
+            self._spread.check_gradients(self.inner)
         if self.usage is not None:
             self.usage.check_reduced()
 

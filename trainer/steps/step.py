@@ -208,7 +208,8 @@ class StepRunner:
         )
         for index, batch in enumerate(microbatches):
             losses.begin(batch)
-            self._passes.train(batch, self._checked_loss, losses, last=index == len(microbatches) - 1)
+            with self._parallel.computing(batch):
+                self._passes.train(batch, self._checked_loss, losses, last=index == len(microbatches) - 1)
         self._expected_count = losses.expected_count
         self._parallel.check_gradients()
         assert reading is not None, "there was a microbatch"

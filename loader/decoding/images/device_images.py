@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from ...errors import ConfigError, DecodeError, MemoryLimitError
-from ..batch_values import BatchValues
+from ..values import BatchValues
 from .jpeg_stream import plain_jpeg
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ import pytest
 from penstock import DistributedDataLoader
 from penstock.loader import TokensFormat
 from penstock.loader.assembly.look_ahead import Ahead, LookAhead
-from penstock.loader.order.courses import EpochCourse
 from penstock.loader.order.plan import Order, Share
-from penstock.loader.order.spans import SourceOrder, Span, SpanPlanner
-from penstock.loader.pipeline.delivery_queue import DeliveryQueue
+from penstock.loader.order.spans import EpochCourse, SourceOrder, Span, SpanPlanner
+from penstock.loader.pipeline.assembler import DeliveryQueue
 
 CHUNKS, ROWS, LANES = 64, 10, 4
 SHARE = Share(rank=0, world_size=1, global_batch_size=8)

@@ -98,7 +98,7 @@ def test_a_copy_on_a_store_without_etags_is_read_and_compared(tmp_path: Path, fo
 
 def test_of_large_chunks_one_is_compared(tmp_path: Path, elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    monkeypatch.setattr("penstock.loader.dataset.copied._MOST_BYTES", 30_000)
+    monkeypatch.setattr("penstock.loader.dataset.index._MOST_BYTES", 30_000)
     store = copy(tmp_path, elsewhere)
     assert open_manifest(elsewhere).checks_all
     assert shard_gets(store) == 1

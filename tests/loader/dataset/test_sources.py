@@ -18,7 +18,7 @@ from counted_gets import PutShards, keys
 
 from penstock import DistributedDataLoader, TokensFormat, audit, open_manifest, pack, verify
 from penstock.loader import BadSampleWarning, ConfigError, DatasetError, FormatError
-from penstock.loader.dataset.patterns import expand_braces
+from penstock.loader.dataset.listing import expand_braces
 from penstock.loader.dataset.source import select
 from penstock.storage import MemoryStore, NotFoundError, PenstockError
 

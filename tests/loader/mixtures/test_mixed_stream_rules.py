@@ -24,9 +24,9 @@ from penstock.loader import (
     PartitionError,
     StateMismatchError,
 )
-from penstock.loader.order.cursors import Cursors
-from penstock.loader.order.mixtures.laps import Lap
-from penstock.loader.order.mixtures.source_stream import SourceStream
+from penstock.loader.order.mixture import Lap
+from penstock.loader.order.mixture_state import SourceStream
+from penstock.loader.order.outputs import Cursors
 
 
 @pytest.fixture(scope="module")

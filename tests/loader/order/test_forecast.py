@@ -165,7 +165,7 @@ def test_a_billion_samples_in_a_million_chunks_are_forecast_in_seconds_and_in_25
 import json, time
 import numpy as np
 from penstock.loader.order.forecast import forecast
-from penstock.loader.order.auto import auto_lanes
+from penstock.loader.order.plan import auto_lanes
 from penstock.loader.order.plan import Order
 from penstock.storage.observability.process_usage import peak_resident_bytes
 sizes = np.full(10**6, 1000, np.int64)

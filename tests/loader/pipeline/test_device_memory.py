@@ -20,7 +20,6 @@ from penstock import DistributedDataLoader, ImageDecoder, pack
 from penstock.loader.decoding.batch import Stored
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.pipeline import device as device_module
-from penstock.loader.pipeline import pinned
 from penstock.loader.pipeline.pipeline import Pipeline
 
 KIB = 1 << 10
@@ -117,8 +116,8 @@ def test_memory_stays_locked_as_long_as_a_view_lives_and_until_the_copies_are_do
     runtime = Runtime(refuses)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(pinned, "copy_stream", lambda device: runtime)
-    memory = pinned.register_memory(10_000, torch.device("cuda", 0))
+    monkeypatch.setattr(device_module, "copy_stream", lambda device: runtime)
+    memory = device_module.register_memory(10_000, torch.device("cuda", 0))
     [(_, address)] = runtime.calls
     if refuses:
         assert memory is None

@@ -190,8 +190,8 @@ def test_an_error_that_another_rank_told_is_raised_once_and_names_rank_shard_and
 
 @pytest.mark.slow
 def test_a_rank_that_falls_silent_stops_those_that_wait_for_their_batch_and_names_its_host(group, data, monkeypatch):
-    monkeypatch.setattr("penstock.loader.ranks.signs.SIGN_S", 0.25)
-    monkeypatch.setattr("penstock.loader.ranks.signs.SILENT_S", 2.0)
+    monkeypatch.setattr("penstock.loader.ranks.peers.SIGN_S", 0.25)
+    monkeypatch.setattr("penstock.loader.ranks.peers.SILENT_S", 2.0)
     group.set("penstock/alive/1", "7 node-1")
     with open_loader(data) as loader:
         iterator = iter(loader)
@@ -212,7 +212,7 @@ def test_a_store_whose_host_falls_silent_stops_who_waits_for_a_batch(group, data
     with open_loader(data) as loader:
         iterator = iter(loader)
         next(iterator)
-        monkeypatch.setattr("penstock.loader.ranks.signs.Signs.exchange", fail)
+        monkeypatch.setattr("penstock.loader.ranks.peers.Signs.exchange", fail)
         wait_until(lambda: bool(loader._resources.peers.pending))
         with pytest.raises(
             RankStoppedError, match=r"has not been heard of for over 120 s: .*\(Connection timed out\)$"

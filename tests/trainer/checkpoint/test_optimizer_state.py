@@ -239,8 +239,10 @@ def notes_of(folder: Path) -> list[str]:
     return [line["note"] for line in lines if "note" in line]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("case", OTHERWISE)
+@pytest.mark.parametrize(
+    ("case", "zero"), [*((case, zero) for case in OTHERWISE for zero in (0, 3)), ("split", 1), ("split", 2)]
+)
+@pytest.mark.sampled(3)
 def test_groups_are_found_by_what_is_in_them_and_have_the_settings_that_are_given(
     world: World, tmp_path: Path, case: str, zero: int
 ) -> None:
@@ -254,7 +256,7 @@ def test_groups_are_found_by_what_is_in_them_and_have_the_settings_that_are_give
             for one in group["params"]:
                 assert (group["weight_decay"], group["lr"]) == tuple(wanted[id(one)].values())
                 assert second.optimizer.state[one]["step"] == 2
-        found = [note for note in notes_of(tmp_path) if "where the checkpoint" in note]
+        found = [note for note in notes_of(tmp_path) if "the checkpoint had" in note]
         assert sorted(found) == notes
         second.train()
 
@@ -290,14 +292,21 @@ class Parts(torch.nn.Module):
         return self.head(self.body(x))
 
 
+FROZEN = [((), ("body",)), (("body",), ()), (("body",), ("head",)), (("head",), ("body",))]  # then, and now
+
+
 def of_all(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize(
-    ("then", "now"), [((), ("body",)), (("body",), ()), (("body",), ("head",)), (("head",), ("body",))]
+    ("then", "now", "zero", "of_trained_alone"),
+    [
+        *((then, now, zero, zero == 3) for then, now in FROZEN for zero in (0, 3)),
+        *((*FROZEN[2], *others) for others in ((0, True), (1, True), (2, False))),
+    ],
 )
-@pytest.mark.parametrize(("zero", "of_trained_alone"), [(0, True), (0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.sampled(3)
 def test_a_resumed_run_may_train_other_parts_and_says_whose_state_is_dropped_and_whose_is_new(
     world: World, tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...], zero: int, of_trained_alone: bool
 ) -> None:

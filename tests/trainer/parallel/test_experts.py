@@ -10,9 +10,8 @@ import torch
 from launch_ranks import run_ranks
 from tied_model import whole_state
 
-from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, TrainerConfigError, World
+from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, World
 from penstock.trainer.options import build_config
-from penstock.trainer.ranks.mesh import Mesh, MeshSizes
 from penstock.trainer.recipes.experts import ExpertsConfig
 from penstock.trainer.recipes.llama import Llama, next_token_loss
 from penstock.trainer.recipes.llama_config import LlamaConfig

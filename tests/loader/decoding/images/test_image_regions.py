@@ -11,7 +11,7 @@ from penstock.loader.decoding.images import images
 from penstock.loader.decoding.images.images import ImageDecoder
 from penstock.loader.decoding.images.regions import Region, center_region, random_region, scale_region
 from penstock.loader.errors import ConfigError
-from penstock.loader.order.randomness import sample_rng
+from penstock.loader.order.permutation import sample_rng
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.loader.formats.tar.census import take_census
-from penstock.loader.formats.tar.small import MOST_MEMBERS, take_small_census
+from penstock.loader.formats.tar.format import MOST_MEMBERS, take_small_census
 from penstock.loader.formats.windows import PieceWindows
 
 SAMPLES = [("a/0.jpg", 700), ("a/0.cls", 3), ("a/1.jpg", 0), ("a/1.tar.GZ", 512), ("b.txt", 1)]

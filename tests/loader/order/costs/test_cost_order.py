@@ -20,8 +20,7 @@ from penstock.loader.order.costs.steps import BudgetSteps
 from penstock.loader.order.costs.walk import CostWalk
 from penstock.loader.order.permutation import permutation, stream_key
 from penstock.loader.order.plan import EpochPlan, Order, Share, bit_reverse
-from penstock.loader.order.selecting.selection import Selection
-from penstock.loader.order.selecting.subset import Subset
+from penstock.loader.order.selecting import Selection, Subset
 from penstock.loader.order.spans import EpochSpans
 from penstock.loader.order.state import LoaderState
 

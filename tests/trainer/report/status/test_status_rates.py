@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.loader.metrics import Counters, Levels
+from penstock.loader.counters import Counters, Levels
+from penstock.loader.metrics import LoaderMetrics
 from penstock.storage.observability.counts import StoreCounts
 from penstock.trainer import World
 from penstock.trainer.report.progress import Progress
@@ -30,7 +31,7 @@ class Loader:
         self.counters = Counters()
 
     def metrics(self) -> Any:
-        return self.counters.metrics(Levels(), StoreCounts())
+        return LoaderMetrics.read(self.counters, Levels(), StoreCounts())
 
 
 class Rank:
