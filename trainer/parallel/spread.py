@@ -23,7 +23,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 class ReplicaSpread:
-    """Cuts a replica over the ranks of ``mesh`` along tp and cp, and experts along ep. Its parts have the mutable state.
+    """Cuts a replica along tp and cp of ``mesh``, and experts along ep. Its parts have the mutable state.
 
     Raises:
         TrainerConfigError: the model cannot be cut as ``config`` says.

@@ -10,7 +10,7 @@ import torch
 from launch_ranks import run_ranks
 from tied_model import whole_state
 
-from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, World
+from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, TrainerConfigError, World
 from penstock.trainer.options import build_config
 from penstock.trainer.recipes.experts import ExpertsConfig
 from penstock.trainer.recipes.llama import Llama, next_token_loss
@@ -74,22 +74,18 @@ def train(world: World, folder: str, *, steps: int = 6, experts: dict[str, Any],
         return {**whole_state(trainer.parallel.inner), "norms": torch.tensor(norms.found, dtype=torch.float64)}
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "bias": {},
-    "capacity": {"capacity_factor": 1.0, "balance": "none"},
-    "loss": {"balance": "loss", "num_experts_per_tok": 1},
-}
 WAYS: dict[str, dict[str, Any]] = {
     **{
-        f"{kind}-zero{zero}": {
-            "experts": KINDS[kind],
+        f"zero{zero}": {
+            "experts": {},
             "parallel": {"zero": zero, "ep": 2},
-            "step": {"accumulate": 1 + 2 * (kind == "capacity"), "clip_norm": 0.5},
+            "step": {"accumulate": 1 + zero % 2, "clip_norm": 0.5},
         }
-        for kind in KINDS
         for zero in range(4)
     },
-    **{f"whole-zero{zero}": {"experts": {}, "parallel": {"zero": zero}, "step": {"clip_norm": 0.5}} for zero in (0, 3)},
+    "capacity": {"experts": {"capacity_factor": 1.0, "balance": "none"}, "parallel": {"zero": 2, "ep": 2}},
+    "loss": {"experts": {"balance": "loss", "num_experts_per_tok": 1}, "parallel": {"ep": 2}},
+    "whole": {"experts": {}, "parallel": {"zero": 3}, "step": {"clip_norm": 0.5}},
     "recomputed": {"experts": {}, "parallel": {"zero": 3, "ep": 2}, "activation": {"every": 1}},
 }
 
@@ -110,3 +106,42 @@ def test_ranks_with_parts_of_the_experts_train_what_one_process_trains(world: Wo
         assert len(expected["norms"]) == 6
         worst |= {(name, key): float((found[name][key] - expected[key]).abs().max()) for key in expected}
     assert {where: difference for where, difference in worst.items() if difference > 1e-5} == {}
+
+
+def train_half(world: World, folder: str) -> None:
+    for name, (zero, _) in MOVES.items():
+        options = {"parallel": {"zero": zero, "ep": 2}, "checkpoint": {"every_steps": 3}}
+        train(world, f"{folder}/{name}", steps=3, experts={}, **options)
+
+
+def finish(world: World, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, (_, zero) in MOVES.items():
+        ep = 2 if world.world_size > 1 else 1
+        options = {"parallel": {"zero": zero, "ep": ep}, "checkpoint": {"every_steps": 3}}
+        found[name] = train(world, f"{folder}/{name}", experts={}, **options)
+    return found
+
+
+MOVES = {"apart": (0, 3), "sharded": (3, 0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_run_with_parts_of_experts_continues_under_another_layout(world: World, tmp_path: Path, size: int) -> None:
+    run_ranks(train_half, 2, str(tmp_path), timeout_s=270)
+    found = finish(world, str(tmp_path)) if size == 1 else run_ranks(finish, size, str(tmp_path), timeout_s=270)[0]
+    expected = train(world, str(tmp_path / "whole"), experts={})
+    for name in MOVES:
+        del found[name]["norms"]
+        worst = {key: float((one - expected[key]).abs().max()) for key, one in found[name].items()}
+        assert max(worst.values()) <= 1e-5, (name, worst)
+
+
+def test_impossible_spreads_of_experts_are_refused_by_name(world: World, tmp_path: Path) -> None:
+    with pytest.raises(TrainerConfigError, match=r"parallel.ep=2 spreads the experts over replicas, and there are 1"):
+        train(world, str(tmp_path), experts={}, parallel={"ep": 2})
+    with pytest.raises(TrainerConfigError, match=r"average_every=2 takes each rank .* parallel.ep=2"):
+        train(world, str(tmp_path), experts={}, parallel={"ep": 2}, average_every=2)
+    with pytest.raises(TrainerConfigError, match=r"parallel.hybrid=True with parallel.ep=2"):
+        train(world, str(tmp_path), experts={}, parallel={"ep": 2, "zero": 1, "hybrid": True})
