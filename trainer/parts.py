@@ -49,7 +49,7 @@ def find_spread(parallel: ParallelConfig, model: nn.Module, mesh: Mesh) -> Repli
     Raises:
         TrainerConfigError: the model cannot be cut so.
     """
-    for key in ("pp", "ep"):
+    for key in ("pp",):
         if getattr(parallel, key) > 1:
             raise TrainerConfigError(
                 f"parallel.{key}={getattr(parallel, key)} is not there yet; leave it out, and use parallel.zero=3 for "

@@ -16,6 +16,7 @@ from ..ranks.mesh import Mesh
 from .checks.peers import PeersCheck
 from .config import ParallelConfig
 from .context import ContextCut
+from .experts import spread_experts
 from .tensor import TensorPlan, spread_losses
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -24,7 +25,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 class ReplicaSpread:
-    """Cuts a replica over the ranks of ``mesh`` along tp and cp. Its parts have the mutable state.
+    """Cuts a replica along tp and cp of ``mesh``, and experts along ep. Its parts have the mutable state.
 
     Raises:
         TrainerConfigError: the model cannot be cut as ``config`` says.
@@ -36,12 +37,15 @@ class ReplicaSpread:
         self._plan = TensorPlan(model, config) if config.tp > 1 else None
         self._peers = PeersCheck(mesh.device_mesh["tp"]) if config.tp > 1 else None
         self._context = ContextCut(mesh) if config.cp > 1 else None
+        self._model = model
 
     def cut(self, mesh: Mesh) -> None:
         """Cut the weights of the model, which are the same on all ranks; those that are cut become DTensors."""
         if self._plan is not None:
             assert mesh.device_mesh is not None, "a replica lies on several ranks"
             self._plan.cut(mesh.device_mesh["tp"])
+        if mesh.sizes.ep > 1:
+            spread_experts(self._model, mesh)
 
     @contextmanager
     def computing(self, batch: Any) -> Iterator[None]:
