@@ -175,7 +175,7 @@ class _Attention(TorchFunctionMode):
                 "within a part of the sequence; call it with need_weights=False"
             )
         kept = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = self._attend
+        F.scaled_dot_product_attention = self._attend  # type: ignore[assignment]
         try:
             return func(*args, **kwargs)
         finally:
@@ -239,7 +239,7 @@ class _Gathered(torch.autograd.Function):
         return whole if order is None else whole.index_select(dim, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         wide = gradient.float() if gradient.element_size() < 4 else gradient
         if ctx.order is not None:
