@@ -178,6 +178,13 @@ class ParallelModel:
     def is_sharded(self) -> bool:
         return self.config.zero > 0
 
+    @property
+    def sharded_by(self) -> str:
+        """The option, with its value, by which a rank keeps parts of weights; empty where it keeps whole ones."""
+        if self.config.zero:
+            return f"parallel.zero={self.config.zero}"
+        return "" if self._local_exchange is None else f"parallel.tp={self.config.tp}"
+
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | OptimizerFactory) -> torch.optim.Optimizer:
         """The optimizer over the distributed parameters: a factory is called with them, a fresh optimizer gets them.
 
@@ -191,13 +198,13 @@ class ParallelModel:
                     f"optimizer is a function that returned a {type(made).__name__}, not a torch.optim.Optimizer; give "
                     "one from parameters to an optimizer"
                 )
-            check_optimizer(made, self.config.zero)
+            check_optimizer(made, self.sharded_by)
             return made
-        check_optimizer(optimizer, self.config.zero)
-        if optimizer.state and self.is_sharded:
+        check_optimizer(optimizer, self.sharded_by)
+        if optimizer.state and self.sharded_by:
             raise TrainerConfigError(
                 f"optimizer={type(optimizer).__name__} has a state already, because it has made updates or, as "
-                f"Adagrad, makes it when it is built, and parallel.zero={self.config.zero} must shard it; give a "
+                f"Adagrad, makes it when it is built, and {self.sharded_by} must shard it; give a "
                 "function that makes the optimizer, as torch.optim.Adagrad, and load its state from a checkpoint"
             )
         for index, group in enumerate(optimizer.param_groups):

@@ -251,7 +251,9 @@ class Saver:
                 self._recorder.note(f"the optimizer is {now}; the checkpoint had {then}, whose state it continues with")
             for change in self.checkpointer.changed_settings:
                 self._recorder.note(change)
-            self._compression.load_state_dict(self.checkpointer.load_rank_state(), steps=found[0])
+            # Where a replica lies on several ranks nothing is compressed; what single ranks owed is not theirs.
+            owed = {} if self._parallel.mesh.is_spread else self.checkpointer.load_rank_state()
+            self._compression.load_state_dict(owed, steps=found[0])
             self._load_ema(self.checkpointer, found[1])
         return found
 

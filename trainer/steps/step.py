@@ -311,7 +311,7 @@ class StepRunner:
                 self._policy.meet_gradients(step, self._gradients.named())
                 return "non-finite", norm
         measured.scale(self._factor(norm, correction))
-        with named_if_it_fails(self._optimizer, self._parallel.config.zero):
+        with named_if_it_fails(self._optimizer, self._parallel.sharded_by):
             is_updated = self._scaler.step_and_update(self._optimizer)
         if is_updated:
             return "updated", norm

@@ -89,37 +89,48 @@ def check_exchangeable(model: nn.Module, zero: int, scheme: str, world: World) -
             )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, zero: int) -> None:
-    """Refuse optimizers that are known not to work, with shards or at all."""
+def check_optimizer(optimizer: torch.optim.Optimizer, key: str) -> None:
+    """Refuse optimizers that are known not to work, with shards or at all.
+
+    ``key`` is the option, with its value, that keeps weights in shards; empty where they are whole.
+    """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TrainerConfigError(
             f"optimizer={name} evaluates the loss several times in a step, and the trainer does so once; use another, "
             "such as AdamW"
         )
-    if zero and isinstance(optimizer, _NOT_ON_SHARDS):
+    if key and isinstance(optimizer, _NOT_ON_SHARDS):
         raise TrainerConfigError(
-            f"optimizer={name} cannot update the shards that parallel.zero={zero} keeps; use another, such as AdamW, "
-            "or parallel.zero=0"
+            f"optimizer={name} cannot update the shards that {key} keeps; use another, such as AdamW, "
+            f"or {_without(key)}"
         )
-    if zero and isinstance(optimizer, torch.optim.SparseAdam):
+    if key and isinstance(optimizer, torch.optim.SparseAdam):
         raise TrainerConfigError(
-            f"optimizer={name} takes sparse gradients only, and parallel.zero={zero} makes dense ones; use AdamW, or "
-            "parallel.zero=0"
+            f"optimizer={name} takes sparse gradients only, and {key} makes dense ones; use AdamW, or {_without(key)}"
         )
+
+
+def _without(key: str) -> str:
+    name = key.partition("=")[0]
+    return f"{name}=0" if name == "parallel.zero" else f"{name}=1"
 
 
 @contextmanager
-def named_if_it_fails(optimizer: torch.optim.Optimizer, zero: int) -> Iterator[None]:
-    """Turn torch's error about an operation that shards do not have into one that names the optimizer."""
+def named_if_it_fails(optimizer: torch.optim.Optimizer, key: str) -> Iterator[None]:
+    """Turn torch's error about an operation that shards do not have into one that names the optimizer.
+
+    ``key`` is as for ``check_optimizer``.
+    """
     try:
         yield
     except (RuntimeError, NotImplementedError) as exc:
-        if not zero or not any(sign in str(exc) for sign in ("Sharding propagation", "DTensor", "sharding strategy")):
+        if not key or not any(sign in str(exc) for sign in ("Sharding propagation", "DTensor", "sharding strategy")):
             raise
+        several = ", as foreach=True or fused=True has it" if "mixed torch.Tensor and DTensor" in str(exc) else ""
         raise TrainerConfigError(
-            f"optimizer={type(optimizer).__name__} does what torch cannot do with the shards that parallel.zero={zero} "
-            f"keeps; use another, such as AdamW, or parallel.zero=0. Torch says: {str(exc).splitlines()[0]}"
+            f"optimizer={type(optimizer).__name__} does what torch cannot do with the shards that {key} "
+            f"keeps{several}; use another, such as AdamW, or {_without(key)}. Torch says: {str(exc).splitlines()[0]}"
         ) from exc
 
 

@@ -131,8 +131,8 @@ def parse_status(text: str | bytes) -> RankStatus | None:
     are_maps = all(isinstance(one, dict) for one in (*maps, status.loader, status.recent))
     if not are_maps or not isinstance(status.loader_levels, list):
         return None
-    counts = (status.rank, status.world_size, status.sequence, status.step, status.epoch, status.steps)
-    counts = (*counts, status.replica_ranks)
+    counts = [status.rank, status.world_size, status.replica_ranks]
+    counts += [status.sequence, status.step, status.epoch, status.steps]
     numbers = [status.time, status.every_s, status.began_s, status.window_s, status.phase_s]
     numbers += [number for one in maps for number in one.values()]
     may_lack = (status.total_steps, status.resumes_at, status.step_s, status.samples_per_s)
