@@ -25,11 +25,13 @@ from .parallel.activation import ActivationConfig as ActivationConfig
 from .parallel.activation import CompileConfig as CompileConfig
 from .parallel.averaging import AveragingConfig as AveragingConfig
 from .parallel.config import ParallelConfig as ParallelConfig
+from .parallel.config import open_mesh as open_mesh
 from .parallel.ema import EmaConfig as EmaConfig
 from .parallel.materialise import Initialiser as Initialiser
 from .parallel.meta import build_on_meta as build_on_meta
 from .parallel.model import OptimizerFactory as OptimizerFactory
 from .parallel.precision import PrecisionConfig as PrecisionConfig
+from .ranks.mesh import Mesh as Mesh
 from .ranks.world import World as World
 from .ranks.world import close_world as close_world
 from .ranks.world import open_world as open_world

@@ -109,6 +109,7 @@ class TrainerConfig:
                     "deterministic=True with shares='auto': shares follow measured times, and sums are rounded by "
                     "shares; use shares='equal'"
                 )
+        self._check_layout()
         self._check_adaptive_batch()
         self._check_graphs()
         self._check_averaging()
@@ -148,6 +149,26 @@ class TrainerConfig:
         if self.average_every is None:
             return None
         return AveragingConfig(average_every=self.average_every, node_every=self.node_average_every)
+
+    def _check_layout(self) -> None:
+        """Refuse what treats each rank as a replica where replicas lie on several."""
+        spread = ((name, getattr(self.parallel, name)) for name in ("tp", "pp", "cp"))
+        key = next((f"parallel.{name}={size}" for name, size in spread if size > 1), None)
+        for other, is_set, cure in (
+            (f"average_every={self.average_every}", self.average_every is not None, "leave average_every out"),
+            (
+                f"compression.scheme={self.compression.scheme!r}",
+                self.compression.scheme != "none",
+                "use compression.scheme='none'",
+            ),
+            ("step.adaptive_batch=True", self.step.adaptive_batch, "give step.microbatch by hand"),
+            ("compile.cuda_graphs=True", self.compile.cuda_graphs, "use compile.cuda_graphs=False"),
+        ):
+            if key is not None and is_set:
+                raise TrainerConfigError(
+                    f"{other} takes each rank for a whole replica of the model, and {key} spreads a replica over "
+                    f"several; {cure}, or leave parallel.{key.split('=')[0].removeprefix('parallel.')} out"
+                )
 
     def _check_adaptive_batch(self) -> None:
         """Refuse the options whose collectives would hang while one rank probes its memory and others wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch.optim import Optimizer
 from .compression.compression import Compression
 from .computing import ComputeClock
 from .config import TrainerConfig
+from .errors import TrainerConfigError
 from .parallel.activation import compile_model, recompute_activations
+from .parallel.config import ParallelConfig
 from .parallel.materialise import Initialiser
-from .parallel.model import OptimizerFactory, ParallelModel
-from .ranks.world import World
+from .parallel.model import OptimizerFactory, ParallelModel, Spread
+from .parallel.passes import Passes, PlainPasses
+from .ranks.mesh import Mesh
 from .run.length import effective_batch_size
 from .steps.loss import LossFunction
 from .steps.microbatches import Microbatches
@@ -30,6 +34,7 @@ class Parts:
     """The parts of one trainer, which hold one another; each has a file of its own."""
 
     parallel: ParallelModel
+    passes: Passes
     optimizer: Optimizer
     schedule: Schedule
     compression: Compression
@@ -37,9 +42,24 @@ class Parts:
     microbatches: Microbatches
 
 
+def find_spread(parallel: ParallelConfig, model: nn.Module) -> Spread | None:
+    """What cuts the model over the ranks of each replica; None where these are single ranks.
+
+    Raises:
+        TrainerConfigError: the model cannot be cut so.
+    """
+    for key in ("tp", "pp", "cp", "ep"):
+        if getattr(parallel, key) > 1:
+            raise TrainerConfigError(
+                f"parallel.{key}={getattr(parallel, key)} is not there yet; leave it out, and use parallel.zero=3 for "
+                "a model that does not fit"
+            )
+    return None
+
+
 def make_parts(
     config: TrainerConfig,
-    world: World,
+    mesh: Mesh,
     stopwatch: Stopwatch,
     model: nn.Module,
     optimizer: Optimizer | OptimizerFactory,
@@ -54,44 +74,48 @@ def make_parts(
 
     ``clock``, where there is one, measures what this rank computes.
     """
+    world = mesh.world
     compile_model(model, config.compile, config.parallel, world, config.activation)
     recompute_activations(model, config.activation)
     parallel = ParallelModel(
         model,
         config.parallel,
         config.precision,
-        world,
+        mesh,
         exchange=config.averaging is None,
         exchange_once=config.compression.remembers,
         scheme=config.compression.scheme,
         seed=config.seed,
         initialise=initialise,
+        spread=find_spread(config.parallel, model),
     )
     adopted = parallel.adopt_optimizer(optimizer)
     schedule = Schedule(
         config.schedule,
         adopted,
         total_updates=total_steps or 0,
-        effective_batch_size=effective_batch_size(loader, config, world),
+        effective_batch_size=effective_batch_size(loader, config, mesh.replicas),
     )
     if clock is not None:
         clock.listen(parallel.module)
     compression = Compression(parallel.module, adopted, config.compression, world, clock=clock)
-    is_owed = config.compression.remembers and world.world_size > parallel.replicas
+    is_owed = config.compression.remembers and world.world_size > parallel.copies
+    passes = PlainPasses(parallel, config.precision, stopwatch.phase, nullcontext if clock is None else clock.computing)
     steps = StepRunner(
         parallel,
         adopted,
         loss,
+        passes=passes,
         config=config.step,
         precision=config.precision,
         phase=stopwatch.phase,
-        clock=clock,
         correct=compression.begin_exchange if is_owed else None,
         is_saved=config.keeps_checkpoints,
     )
     probe = MemoryProbe(parallel, adopted, loss, config.precision)
     return Parts(
         parallel=parallel,
+        passes=passes,
         optimizer=adopted,
         schedule=schedule,
         compression=compression,

@@ -14,14 +14,17 @@ from torch import nn
 
 from .config import TrainerConfig
 from .data.feed import Feed
+from .data.fit import check_share
 from .data.shares import SpeedShares
 from .errors import TrainerConfigError, TrainerError
 from .evaluation.evaluate import Evaluation, find_other_classes
 from .evaluation.modes import begin_training
+from .parallel.config import open_mesh
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory
 from .parallel.precision import tell_device, tell_scaling
 from .parts import make_parts
+from .ranks.mesh import Mesh
 from .ranks.world import World, open_world
 from .report.console import print_times
 from .report.flops import FlopCount
@@ -47,6 +50,8 @@ class DistributedTrainer:
     this rank's share of each global batch, and as many batches on every rank; with ``state_dict`` and
     ``load_state_dict`` training resumes at the exact sample. ``loss`` takes (model, batch) and returns the sum of the
     losses and their count (of samples or tokens); the gradient is that of the mean over all ranks and microbatches.
+    ``mesh`` is that of ``open_mesh(config.parallel, world)``, and made here where it is None: give it where a loader
+    needs it, too.
 
     A model on the meta device (``build_on_meta``) gets its memory here, module by module; ``initialise`` takes (name,
     module) and writes the initial values that the module's ``reset_parameters`` does not.
@@ -70,13 +75,19 @@ class DistributedTrainer:
         evaluation: Evaluation | None = None,
         observers: Sequence[Observer | Callbacks] = (),
         world: World | None = None,
+        mesh: Mesh | None = None,
         initialise: Initialiser | None = None,
     ) -> None:
         self.config = config
-        self.world = world if world is not None else open_world(device=config.device)
+        self.world = mesh.world if mesh is not None else open_world(device=config.device) if world is None else world
+        sizes = config.parallel.fill(self.world.world_size)
+        if mesh is not None and mesh.sizes != sizes:
+            raise TrainerConfigError(
+                f"mesh has {mesh.sizes} and config.parallel makes {sizes}; give open_mesh(config.parallel, world), or "
+                "leave mesh out"
+            )
         self.progress = Progress()
         self.stopwatch = Stopwatch(clock=DeviceClock() if self.world.device.type == "cuda" else None)
-        self._feed = Feed(loader, accumulate=config.step.accumulate, world=self.world)
         if evaluation is None and (config.evaluate.every or config.evaluate.best):
             raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
         self._guard = Guard(
@@ -90,6 +101,7 @@ class DistributedTrainer:
             traces=config.profile.signal_steps > 0,
         )
         with self._guard.watching():
+            self.mesh = open_mesh(config.parallel, self.world) if mesh is None else mesh
             self._build(model, optimizer, loader, evaluation, loss=loss, observers=observers, initialise=initialise)
 
     def _build(
@@ -105,8 +117,12 @@ class DistributedTrainer:
     ) -> None:
         """Make the parts and resume, while the ranks watch each other."""
         config = self.config
+        self._feed = Feed(loader, accumulate=config.step.accumulate, mesh=self.mesh)
         agree_on_options(config, evaluation is not None, self.world)
-        self._shares = SpeedShares(loader, self.world) if config.shares == "auto" else None
+        check_share(loader, self.mesh)
+        if evaluation is not None:
+            check_share(evaluation.batches, self.mesh, "evaluation.batches")
+        self._shares = SpeedShares(loader, self.mesh) if config.shares == "auto" else None
         length = agree_on_length(loader, self.world, self.stopwatch.enter)
         self._feed.expect(length, self._guard.check_end, lambda *end: leaves_steps(config, evaluation, *end))
         total_steps = count_steps(config, length, loader)
@@ -115,7 +131,7 @@ class DistributedTrainer:
         self._tracer = Tracer(config.profile, config.output_dir, self.world, self.stopwatch, self._recorder.note)
         parts = make_parts(
             config,
-            self.world,
+            self.mesh,
             self.stopwatch,
             model,
             optimizer,
@@ -152,6 +168,7 @@ class DistributedTrainer:
                 config,
                 evaluation,
                 self.parallel,
+                parts.passes,
                 saver=self._saver,
                 guard=self._guard,
                 progress=self.progress,
@@ -191,7 +208,7 @@ class DistributedTrainer:
                 self.stopwatch.enter("microbatches")
                 microbatches = self._microbatches.make(batches, self._recorder.note)
                 self._recorder.settle_flops(microbatches[0])
-                seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device)
+                seed_step(self.config.seed, self.progress.step, self.mesh.gradient_rank, self.world.device)
                 self.schedule.set_rates(self.progress.updates)
                 result = self.steps.run(
                     self.progress.step,
@@ -313,7 +330,7 @@ class DistributedTrainer:
         return bool(every) and self.progress.step % (every or 1) == 0
 
     def _fetch(self) -> list[Any]:
-        seed_step(self.config.seed, self.progress.step, self.world.rank, self.world.device, "fetch")
+        seed_step(self.config.seed, self.progress.step, self.mesh.replica, self.world.device, "fetch")
         with self.stopwatch.phase("fetch"):
             return self._feed.take(self.progress.epoch)
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.trainer import LossFunction, ParallelConfig, PrecisionConfig, StepConfig, World
+from penstock.trainer import LossFunction, Mesh, ParallelConfig, PrecisionConfig, StepConfig, World
 from penstock.trainer.parallel.model import ParallelModel
+from penstock.trainer.parallel.passes import PlainPasses
 from penstock.trainer.steps.step import StepRunner
 
 FP32 = PrecisionConfig(dtype="fp32")
@@ -54,11 +55,12 @@ def make_steps(
     **config: Any,
 ) -> StepRunner:
     """A step runner over the model in this process alone; rate 1, so that w falls by the gradient."""
-    parallel = ParallelModel(model, ParallelConfig(), precision, world)
+    parallel = ParallelModel(model, ParallelConfig(), precision, Mesh(world))
     return StepRunner(
         parallel,
         parallel.adopt_optimizer(optimizer),
         loss,
+        passes=PlainPasses(parallel, precision, lambda name: nullcontext()),
         config=StepConfig(**config),
         precision=precision,
         phase=lambda name: nullcontext(),

@@ -17,9 +17,10 @@ from torch import nn
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError
-from penstock.trainer import ArrayLoader, Evaluation, ParallelConfig, TrainerConfigError, World
+from penstock.trainer import ArrayLoader, Evaluation, Mesh, ParallelConfig, TrainerConfigError, World
 from penstock.trainer.evaluation.evaluate import evaluate
 from penstock.trainer.parallel.model import ParallelModel
+from penstock.trainer.parallel.passes import PlainPasses
 
 ROWS = 47  # four batches of 10 and one of 7
 Make = Callable[..., Any]
@@ -257,8 +258,9 @@ def test_an_evaluation_that_was_broken_off_sees_every_row_the_next_time(make: Ma
         return {"n": (batch["n"].sum(), len(batch["n"]))}
 
     evaluation = Evaluation(batches=make(), metrics=mean_row)
-    parallel = ParallelModel(Slope(), ParallelConfig(), FP32, world)
-    how: dict[str, Any] = {"precision": FP32, "phase": lambda name: nullcontext()}
+    parallel = ParallelModel(Slope(), ParallelConfig(), FP32, Mesh(world))
+    passes = PlainPasses(parallel, FP32, lambda name: nullcontext())
+    how: dict[str, Any] = {"passes": passes, "phase": lambda name: nullcontext()}
     assert evaluate(parallel, evaluation, stop_requested=stop, **how) is None
     for _ in range(2):
         assert evaluate(parallel, evaluation, **how) == {"n": (ROWS - 1) / 2}

@@ -12,7 +12,7 @@ from launch_ranks import run_ranks
 from small_trainers import Line, make_trainer, rows
 from torch import nn
 
-from penstock.trainer import Evaluation, TrainerConfigError, World
+from penstock.trainer import Evaluation, Mesh, TrainerConfigError, World
 from penstock.trainer.parallel.buffers import share_buffers
 
 
@@ -106,7 +106,7 @@ def share_odd_buffers(world: World) -> tuple[list[Any], int]:
     for number, value in enumerate([*values, torch.rand(3, 2)[:, :1], torch.zeros(0)]):
         odd.register_buffer(f"b{number}", value * (1 if world.is_first else 0))
     with mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as sent:
-        share_buffers(odd.buffers(), world)
+        share_buffers(odd.buffers(), Mesh(world))
     return [one.tolist() for one in odd.buffers()], sent.call_count
 
 

@@ -14,7 +14,7 @@ from small_trainers import cliff, make_trainer, rows
 from small_world import Slope, batch_of, make_steps
 from torch import nn
 
-from penstock.trainer import NonFiniteLossError, TrainerError, World
+from penstock.trainer import Mesh, NonFiniteLossError, TrainerError, World
 from penstock.trainer.steps.totals import Reading, StepTotals, Totals
 
 
@@ -62,8 +62,8 @@ def test_a_step_reads_only_its_sums_from_the_device(
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_one_number_of_any_shape_is_a_count_on_every_device(world: World, device: str, shape: tuple[int, ...]) -> None:
-    totals = StepTotals(replace(world, device=torch.device(device)))
-    totals.add(torch.ones((), device=device), torch.ones(shape, device=device, requires_grad=True), 2)
+    totals = StepTotals(Mesh(replace(world, device=torch.device(device))))
+    totals.add(torch.ones((), device=device), torch.ones(shape, device=device, requires_grad=True))
     assert totals.own_count().shape == ()
 
 

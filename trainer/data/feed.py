@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TrainerConfigError, TrainerError
-from ..ranks.world import World
+from ..ranks.mesh import MODEL_DIMS, Mesh
 from .batches import move_batch
 
 
@@ -25,12 +25,13 @@ class Feed:
     batch's epoch, and whether an epoch just ended.
     """
 
-    def __init__(self, loader: Iterable[Any], *, accumulate: int, world: World) -> None:
+    def __init__(self, loader: Iterable[Any], *, accumulate: int, mesh: Mesh) -> None:
         self.loader = loader
         self.ends_apart = False
         self.left_out = 0
         self._accumulate = accumulate
-        self._world = world
+        self._mesh = mesh
+        self._world = mesh.world
         self._length: int | None = None
         self._check_end: Callable[[int, int], None] = lambda given, length: None
         self._leaves_steps: Callable[[int, int], bool] = lambda epoch, taken: False
@@ -211,13 +212,20 @@ class Feed:
         }
 
     def gather_state(self) -> dict[str, Any]:
-        """Gather the state to save: this rank's if all agree, else ``{"ranks": [...]}`` with each; a collective."""
+        """Gather the state to save: this rank's if all agree, else ``{"ranks": [...]}``; a collective.
+
+        It then has one of each replica, whose ranks take the same batches.
+        """
         own = self.state_dict()
         if not self.is_exact or self._world.world_size == 1:
             return own
         everywhere: list[dict[str, Any]] = [{}] * self._world.world_size
         dist.all_gather_object(everywhere, own)
-        return own if all(state == everywhere[0] for state in everywhere) else {"ranks": everywhere}
+        if all(state == everywhere[0] for state in everywhere):
+            return own
+        places = map(self._mesh.sizes.place, range(len(everywhere)))
+        is_first = [not any(place[dim] for dim in MODEL_DIMS) for place in places]
+        return {"ranks": [one for one, is_kept in zip(everywhere, is_first, strict=True) if is_kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of ``state_dict`` or ``gather_state``.
@@ -253,14 +261,15 @@ class Feed:
         counts[self._world.rank] = len(taken)
         dist.all_reduce(counts)
         least = int(counts.min())
-        self.left_out += int(counts.sum()) - least * self._world.world_size
+        self.left_out += (int(counts.sum()) - least * self._world.world_size) // self._mesh.replica_ranks
         return taken[:least]
 
     def _own_part(self, states: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        if len(states) != self._world.world_size:
+        if len(states) != self._mesh.replicas:
+            what = "replicas" if self._mesh.is_spread else "ranks"
             raise TrainerConfigError(
-                f"loader={type(self.loader).__name__} had a state of its own on each of {len(states)} ranks when this "
-                f"checkpoint was saved, and there are {self._world.world_size} now; resume on {len(states)} ranks, or "
+                f"loader={type(self.loader).__name__} had a state of its own on each of {len(states)} {what} when this "
+                f"checkpoint was saved, and there are {self._mesh.replicas} now; resume on {len(states)} {what}, or "
                 "use a loader whose state knows no ranks, such as penstock's"
             )
-        return states[self._world.rank]
+        return states[self._mesh.replica]

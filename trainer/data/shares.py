@@ -13,7 +13,7 @@ from ...storage.errors import PenstockError
 from ..computing import ComputeClock
 from ..errors import TrainerConfigError
 from ..parallel.config import ParallelConfig
-from ..ranks.world import World
+from ..ranks.mesh import Mesh
 from .batches import count_rows
 
 _SMOOTHING = 0.5
@@ -46,27 +46,30 @@ def blend_weights(old: Sequence[float], speeds: Sequence[float]) -> list[float]:
 
 
 class SpeedShares:
-    """Measures this rank and sets the loader's shares from all ranks' speeds; every rank computes the same weights.
+    """Measures this rank and sets the loader's shares from all replicas' speeds; every rank computes the same weights.
+
+    The ranks of a replica wait for one another, so that one of them speaks for all.
 
     Raises:
         TrainerConfigError: a loader whose shares cannot be set.
     """
 
-    def __init__(self, loader: Any, world: World) -> None:
+    def __init__(self, loader: Any, mesh: Mesh) -> None:
         if not hasattr(loader, "set_shares"):
             raise TrainerConfigError(
                 f"shares='auto' cuts global batches anew and loader={type(loader).__name__} has no "
                 "set_shares(weights); use shares='equal', or penstock's loader"
             )
         self._loader = loader
-        self._world = world
-        self._weights = [1.0] * world.world_size
+        self._mesh = mesh
+        self._world = mesh.world
+        self._weights = [1.0] * mesh.replicas
         try:
             loader.set_shares(self._weights)
         except PenstockError as exc:
             raise TrainerConfigError(f"shares='auto' needs set_shares, and the loader refuses: {exc}") from exc
         self._rows: int | torch.Tensor = 0
-        self.clock = ComputeClock(world.device)
+        self.clock = ComputeClock(mesh.world.device)
 
     def add(self, microbatches: Iterable[Any]) -> None:
         """Count the rows that this rank has computed in a step."""
@@ -76,8 +79,9 @@ class SpeedShares:
     def rebalance(self) -> None:
         """Set new shares from the rows and seconds that this rank has computed since the last call; a collective."""
         spent = self.clock.take()
-        speeds = torch.zeros(self._world.world_size, dtype=torch.float64, device=self._world.device)
-        speeds[self._world.rank] = float(self._rows) / spent if spent > 0 else 0.0
+        speeds = torch.zeros(self._mesh.replicas, dtype=torch.float64, device=self._world.device)
+        if self._mesh.counts_rows:
+            speeds[self._mesh.replica] = float(self._rows) / spent if spent > 0 else 0.0
         if self._world.world_size > 1:
             dist.all_reduce(speeds)
         self._weights = blend_weights(self._weights, speeds.tolist())

@@ -15,7 +15,7 @@ from ..data.batches import move_batch
 from ..errors import TrainerConfigError, TrainerError
 from ..options import check_range
 from ..parallel.model import ParallelModel
-from ..parallel.precision import PrecisionConfig, compute_context
+from ..parallel.passes import Passes
 from .metrics import MetricFunction, MetricSums
 from .modes import in_evaluation
 
@@ -91,7 +91,7 @@ def evaluate(
     parallel: ParallelModel,
     evaluation: Evaluation,
     *,
-    precision: PrecisionConfig,
+    passes: Passes,
     phase: Callable[[str], AbstractContextManager[Any]],
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
@@ -103,7 +103,7 @@ def evaluate(
     Raises:
         TrainerError: on every rank, if an iterator is exhausted, or a rank has no batch and forward needs all ranks.
     """
-    world = parallel.world
+    world, mesh = parallel.world, parallel.mesh
     model = parallel.module if parallel.is_sharded else parallel.inner
     sums = MetricSums(world.device)
     with in_evaluation(model), parallel.without_backward():
@@ -118,9 +118,16 @@ def evaluate(
                 has_batch = fresh is not _NONE_LEFT
                 with phase("evaluate"):
                     flags = [has_batch, stop_requested(), not has_batch and batch is _NONE_LEFT]
-                    having, stopping, idle = _add_over_ranks(flags, world.device)
+                    having, stopping, idle, replicas = _add_over_ranks(
+                        [*flags, has_batch and mesh.counts_rows], world.device
+                    )
                     if stopping:
                         return None
+                    if having != replicas * mesh.replica_ranks:
+                        raise TrainerError(
+                            f"evaluation: {having:.0f} ranks have a batch, and each replica is {mesh.replica_ranks} "
+                            "ranks, which need the same batches; give the loader the mesh (mesh=mesh.device_mesh)"
+                        )
                     if not having:
                         if idle == world.world_size and source is evaluation.batches:
                             raise TrainerError(
@@ -136,9 +143,8 @@ def evaluate(
                     batch = move_batch(fresh, world.device) if has_batch else batch
                     if not has_batch and not parallel.is_sharded:
                         continue
-                    with compute_context(precision, world.device, parallel.inner):
-                        found = evaluation.metrics(model, batch)
-                    if has_batch:
+                    found = passes.measure(batch, evaluation.metrics)
+                    if has_batch and mesh.counts and found is not None:
                         sums.add(found)
         return sums.average()
 

@@ -9,21 +9,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import TrainerConfigError
+from ..ranks.mesh import Mesh
 from ..ranks.world import World
 
 
 @torch.no_grad()
-def share_buffers(buffers: Iterable[Tensor], world: World) -> None:
-    """Make every rank's buffers those of rank 0; a collective, of one message."""
-    if world.world_size == 1:
+def share_buffers(buffers: Iterable[Tensor], mesh: Mesh) -> None:
+    """Make every rank's buffers those of the first rank of its stage; a collective of the stage, of one message."""
+    if mesh.stage_ranks == 1:
         return
     # The widest first, so that each lies at a multiple of its element's size.
     members = sorted((distinct(one) for one in buffers if one.numel()), key=lambda one: -one.element_size())
     if not members:
         return
-    flat = torch.cat([_as_bytes(one.to(world.device).contiguous()) for one in members])
-    dist.broadcast(flat, src=0)
-    if not world.is_first:
+    flat = torch.cat([_as_bytes(one.to(mesh.world.device).contiguous()) for one in members])
+    dist.broadcast(flat, group=mesh.stage_group, group_src=0)
+    if not mesh.leads_stage:
         for one, part in zip(members, torch.split(flat, [one.nbytes for one in members]), strict=True):
             one.copy_(part.view(one.dtype).view_as(one))
 
@@ -73,17 +74,18 @@ def copy_from_first_rank(model: nn.Module, world: World) -> None:
                     own.copy_(sent)
 
 
-def synchronise_batch_norms(model: nn.Module, world: World) -> None:
-    """Replace the model's batch norms by ones that take their statistics over all ranks.
+def synchronise_batch_norms(model: nn.Module, mesh: Mesh) -> None:
+    """Replace the model's batch norms by ones that take their statistics over all replicas.
 
     Raises:
         TrainerConfigError: torch computes them on CUDA devices only; or the model has no batch norm.
     """
     key = "parallel.sync_batchnorm=True"
-    if world.device.type != "cuda":
-        raise TrainerConfigError(f"{key}: torch has SyncBatchNorm for CUDA devices only and this is {world.device}")
+    device = mesh.world.device
+    if device.type != "cuda":
+        raise TrainerConfigError(f"{key}: torch has SyncBatchNorm for CUDA devices only and this is {device}")
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise TrainerConfigError(f"{key}: model={type(model).__name__} has no batch norm; leave it out")
     if isinstance(model, nn.modules.batchnorm._BatchNorm):
         raise TrainerConfigError(f"{key}: model={type(model).__name__} is a batch norm itself; wrap it in a module")
-    nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    nn.SyncBatchNorm.convert_sync_batchnorm(model, mesh.gradient_group)  # type: ignore[no-untyped-call]

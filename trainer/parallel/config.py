@@ -7,7 +7,8 @@ from typing import Literal
 
 from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
-from ..ranks.mesh import MeshSizes
+from ..ranks.mesh import Mesh, MeshSizes
+from ..ranks.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,23 @@ class ParallelConfig:
                 "sharded parameters may stay unused"
             )
 
+    @property
+    def is_spread(self) -> bool:
+        """Return whether a replica of the model lies on several ranks."""
+        return (self.pp, self.cp, self.tp) != (1, 1, 1)
+
     def fill(self, world_size: int) -> MeshSizes:
         """The mesh of ``world_size`` ranks. Raises TrainerConfigError where the sizes do not divide them."""
         return MeshSizes.fill(world_size, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep)
+
+
+def open_mesh(config: ParallelConfig, world: World) -> Mesh:
+    """Make the mesh that ``config`` spreads a run over, and its groups; a collective.
+
+    Give its ``device_mesh``, where it has one, to ``DistributedDataLoader(mesh=)``, and itself to
+    ``DistributedTrainer(mesh=)``.
+
+    Raises:
+        TrainerConfigError: the sizes do not divide the ranks that there are.
+    """
+    return Mesh(world, config.fill(world.world_size))

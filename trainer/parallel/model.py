@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -9,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import TrainerConfigError
-from ..ranks.world import World
+from ..ranks.mesh import Mesh
 from .blocks import find_blocks
 from .buckets import choose_bucket_mb, settle_buckets
 from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
@@ -34,6 +35,7 @@ from .checks.parameters import check_same_model
 from .checks.usage import ModuleOrder, ParameterUsage
 from .config import ParallelConfig
 from .gathered import list_rounded, set_formats
+from .local_exchange import LocalExchange, has_cut_weights, is_cut
 from .materialise import Initialiser, Materialiser
 from .meta import move_values
 from .precision import (
@@ -45,6 +47,8 @@ from .precision import (
 )
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Spread = Callable[[nn.Module, Mesh], None]
+"""Cuts a whole model's weights over the ranks of a replica, in place; the parameters that it cuts become DTensors."""
 
 
 class Prefetch:
@@ -91,6 +95,8 @@ class ParallelModel:
     last microbatch exchanged gradients. Without ``exchange`` each rank trains its own copy, with the same initial
     weights. ``scheme`` is the compression of the gradients; with ``exchange_once`` they are exchanged once a step,
     whatever the zero stage. What of the model is on the meta device is made here, with ``seed`` and ``initialise``.
+    ``spread`` then cuts the model over the ranks of each replica, and what it leaves on a rank is sharded, or
+    replicated, over the replicas.
     """
 
     def __init__(
@@ -98,21 +104,25 @@ class ParallelModel:
         model: nn.Module,
         config: ParallelConfig,
         precision: PrecisionConfig,
-        world: World,
+        mesh: Mesh,
         *,
         exchange: bool = True,
         exchange_once: bool = False,
         scheme: str = "none",
         seed: int = 0,
         initialise: Initialiser | None = None,
+        spread: Spread | None = None,
     ) -> None:
+        world = mesh.world
         check_trainable(model)
         MasterWeights(model).check()
         check_same_model(model, world)
         self.config = config
+        self.mesh = mesh
         self.world = world
         self.inner = model
-        self.exchanges = exchange and world.world_size > 1
+        self.exchanges = exchange and mesh.gradient_ranks > 1
+        self.trains_alone = not exchange and mesh.gradient_ranks > 1
         self._exchanges_once = exchange_once or config.zero == 1
         check_exchangeable(model, config.zero, scheme, world)
         check_reducible(model, precision, config.zero)
@@ -120,18 +130,28 @@ class ParallelModel:
         self.materialiser = Materialiser(model, world, seed=seed, initialise=initialise)
         move_values(model, world.device)
         if config.sync_batchnorm:
-            synchronise_batch_norms(model, world)
-        before = list(model.parameters())
+            synchronise_batch_norms(model, mesh)
+        before = dict(model.named_parameters())
         self.module: nn.Module
-        if config.zero:
+        self._local_exchange: LocalExchange | None = None
+        if spread is not None:
+            self.materialiser.materialise(model)
             copy_from_first_rank(model, world)
-            self.module = _shard(model, config, precision, world, self.materialiser)
+            spread(model, mesh)
+        if config.zero:
+            if spread is None:
+                copy_from_first_rank(model, world)
+            self.module = _shard(model, config, precision, mesh, self.materialiser)
+        elif has_cut_weights(model):
+            self.module = model
+            self._local_exchange = LocalExchange(model, config, mesh)
         elif self.exchanges:
             self.materialiser.materialise(model)
-            self.module = _replicate(model, config, world)
+            self.module = _replicate(model, config, mesh)
         else:
-            self.materialiser.materialise(model)
-            copy_from_first_rank(model, world)
+            if spread is None:
+                self.materialiser.materialise(model)
+                copy_from_first_rank(model, world)
             self.module = model
         self._entry = EngineEntry(
             self.module, model, may_be_unused=config.unused_parameters, rounds=precision.dtype != "fp32"
@@ -140,14 +160,15 @@ class ParallelModel:
         self._exchanges_last: bool | None = None
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
-        self._replaced = dict(zip(map(id, before), model.parameters(), strict=True))
-        carry_attributes(before, model.parameters())
+        after = dict(model.named_parameters())
+        self._replaced = {id(one): after.get(name) for name, one in before.items()}
+        carry_attributes((one, after[name]) for name, one in before.items() if name in after)
         sharded = list(_sharded_modules(model))
         self._prefetch = Prefetch(model, sharded, precision, overlap=config.overlap)
         if config.zero:
             with named_if_formats_differ(model, config.zero):
                 self.usage = ParameterUsage(model, sharded)
-            self.order = ModuleOrder(model, sharded, world)
+            self.order = ModuleOrder(model, sharded, mesh)
         self._writes = ForwardWrites({} if self.usage is None else self.usage.whole)
 
     @property
@@ -183,7 +204,8 @@ class ParallelModel:
                     f"optimizer={type(optimizer).__name__}: {strangers} parameters of group {index} are not the "
                     "model's; build the optimizer from the parameters of the model that is trained"
                 )
-            group["params"] = [self._replaced[id(parameter)] for parameter in group["params"]]
+            replaced = (self._replaced[id(parameter)] for parameter in group["params"])
+            group["params"] = [parameter for parameter in replaced if parameter is not None]  # other stages have theirs
         return optimizer
 
     def exchange_when(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -191,6 +213,8 @@ class ParallelModel:
 
         With zero=2 and 3 they wait with ``exchange_once`` alone: waiting keeps whole ones on each rank.
         """
+        if self._local_exchange is not None:
+            return self._local_exchange.exchanging() if last else nullcontext()
         if isinstance(self.module, DistributedDataParallel):
             return nullcontext() if last else self.module.no_sync()
         if isinstance(self.module, FSDPModule) and self._exchanges_once and last != self._exchanges_last:
@@ -202,14 +226,16 @@ class ParallelModel:
         return nullcontext()
 
     def begin_step(self) -> None:
-        """Give all ranks rank 0's buffers before forward, as DDP does; a collective where the model is sharded.
+        """Give all ranks the first one's buffers before forward, as DDP does; a collective where DDP does not.
 
         Raises:
             TrainerConfigError: a parameter that was frozen in a format of less than fp32 is trained now.
         """
         self._master_weights.check()
+        if self._local_exchange is not None and self.exchanges:
+            share_buffers(self.inner.buffers(), self.mesh)
         if self.usage is not None and self.order is not None:
-            share_buffers(self.inner.buffers(), self.world)
+            share_buffers(self.inner.buffers(), self.mesh)
             self.usage.begin_step()
             self.order.begin_step()
 
@@ -228,13 +254,16 @@ class ParallelModel:
             self.order.end_forward()
 
     def order_marks(self) -> tuple[float, float]:
-        """Two numbers of this step's order of modules, to be added over all ranks and given to ``check_order``."""
+        """Two numbers of this step's order of modules, to be added over the stage and given to ``check_order``."""
         return (0.0, 0.0) if self.order is None else self.order.marks()
 
-    def check_order(self, total: float, total_of_squares: float) -> None:
-        """Raise a TrainerError, on every rank, where ranks ran different sharded modules."""
+    def check_order(self, stages: Iterable[tuple[float, float]]) -> None:
+        """Raise a TrainerError, on every rank, where ranks of a stage ran different sharded modules.
+
+        ``stages`` has the sums of both marks over the ranks of each.
+        """
         if self.order is not None:
-            self.order.check(total, total_of_squares)
+            self.order.check(stages)
 
     def watched_backward(self) -> AbstractContextManager[None]:
         """Run a backward so that missing weights raise an error in words."""
@@ -247,9 +276,17 @@ class ParallelModel:
             self.usage.check_reduced()
 
     @property
-    def replicas(self) -> int:
-        """Number of ranks that hold each shard."""
+    def copies(self) -> int:
+        """Number of ranks that hold each shard of what a rank has of the model."""
         return self.world.world_size // self.world.local_world_size if self.config.hybrid else 1
+
+    def count_holders(self, parameter: nn.Parameter) -> int:
+        """Number of ranks, of those of this stage, that hold each element of a parameter, and of its gradient."""
+        parts = 1
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            parts = math.prod(mesh.size(dim) for dim, placed in enumerate(parameter.placements) if is_cut(placed))
+        return self.mesh.stage_ranks // parts
 
     @property
     def uses_all(self) -> bool:
@@ -273,19 +310,21 @@ class ParallelModel:
         gradients average their buffers with their weights instead.
         """
         if self.exchanges:
-            share_buffers(self.inner.buffers(), self.world)
+            share_buffers(self.inner.buffers(), self.mesh)
 
     def without_backward(self) -> AbstractContextManager[None]:
         """Run forwards without a backward, and free the weights that were gathered for one."""
         return self._prefetch.without_backward()
 
 
-def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> DistributedDataParallel:
+def _replicate(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> DistributedDataParallel:
+    device = mesh.world.device
     whole_mb = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad) / 2**20
     with named_if_not_replicated(model):
         replicated = DistributedDataParallel(
             model,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=mesh.gradient_group,
             # One bucket is complete only when backward is: nothing overlaps.
             bucket_cap_mb=choose_bucket_mb(whole_mb, config.bucket_mb) if config.overlap else whole_mb + 1,
             gradient_as_bucket_view=True,
@@ -297,13 +336,13 @@ def _replicate(model: nn.Module, config: ParallelConfig, world: World) -> Distri
 
 
 def _shard(
-    model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, world: World, materialiser: Materialiser
+    model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, mesh: Mesh, materialiser: Materialiser
 ) -> nn.Module:
     blocks = [block for block in find_blocks(model, config.blocks, "parallel.blocks") if block is not model]
     blocks = keep_ties(model, blocks)
     rounded = list_rounded(model, precision)
     arguments: dict[str, Any] = {
-        "mesh": _build_mesh(config, world),
+        "mesh": mesh.sharding_mesh(hybrid=config.hybrid),
         "reshard_after_forward": config.zero == 3,
         "mp_policy": build_sharding_policy(precision),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -322,15 +361,3 @@ def _shard(
 
 def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
-
-
-def _build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
-    if not config.hybrid:
-        return init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
-    if world.world_size % world.local_world_size:
-        raise TrainerConfigError(
-            f"parallel.hybrid=True needs equal nodes: {world.world_size} ranks are not a multiple of the "
-            f"{world.local_world_size} on this node; start as many on each, or leave parallel.hybrid out"
-        )
-    shape = (world.world_size // world.local_world_size, world.local_world_size)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))

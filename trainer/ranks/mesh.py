@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 DIMS = ("pp", "dp", "cp", "tp")
 """Dimensions of a mesh, outermost first."""
 
+MODEL_DIMS = ("pp", "cp", "tp")
+"""Those along which ranks take the same samples."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
@@ -121,9 +124,34 @@ class Mesh:
         return self.place["dp"]
 
     @property
+    def replica_ranks(self) -> int:
+        """Number of ranks of each replica."""
+        return self.world.world_size // self.sizes.dp
+
+    @property
     def gradient_ranks(self) -> int:
         """Number of ranks whose gradients are averaged."""
         return self.sizes.dp * self.sizes.cp
+
+    @property
+    def gradient_rank(self) -> int:
+        """This rank's place among those: ranks that compute the same have the same."""
+        return self.place["dp"] * self.sizes.cp + self.place["cp"]
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage, from 0."""
+        return self.place["pp"]
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of each pipeline stage."""
+        return self.world.world_size // self.sizes.pp
+
+    @property
+    def leads_stage(self) -> bool:
+        """Return whether this is the first rank of its stage, whose buffers all of the stage take."""
+        return (self.place["dp"], self.place["cp"], self.place["tp"]) == (0, 0, 0)
 
     @property
     def is_first_stage(self) -> bool:
@@ -147,9 +175,46 @@ class Mesh:
         """Return whether this rank's rows enter sums over all ranks: one rank of each replica."""
         return self.counts and self.place["cp"] == 0
 
+    def rank_in_stage(self, place: int, stage: int | None = None) -> int:
+        """The rank at a place of the stage group of this rank's stage, or of another."""
+        return place + (self.stage if stage is None else stage) * self.stage_ranks
+
     def describe(self, rank: int | None = None) -> str:
         """A rank in words, with its place; None is this one."""
         return self.sizes.describe(self.world.rank if rank is None else rank)
+
+    def sharding_mesh(self, *, hybrid: bool) -> DeviceMesh:
+        """The ranks over which ``fully_shard`` shards what a rank has of the model; a collective where it makes groups.
+
+        With ``hybrid`` it has two dimensions: nodes, which hold the same, and the ranks of a node.
+
+        Raises:
+            TrainerConfigError: the replicas cannot be split by nodes.
+        """
+        kind, world = self.world.device.type, self.world
+        if hybrid and world.world_size % world.local_world_size:
+            raise TrainerConfigError(
+                f"parallel.hybrid=True needs equal nodes: {world.world_size} ranks are not a multiple of the "
+                f"{world.local_world_size} on this node; start as many on each, or leave parallel.hybrid out"
+            )
+        if self.device_mesh is None:
+            if not hybrid:
+                return init_device_mesh(kind, (world.world_size,), mesh_dim_names=("shard",))
+            shape = (world.world_size // world.local_world_size, world.local_world_size)
+            return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        if not hybrid:
+            return self.device_mesh["dp", "cp"]._flatten("shard") if self.sizes.cp > 1 else self.device_mesh["dp"]
+        inside, left = divmod(world.local_world_size, self.sizes.cp * self.sizes.tp)
+        if left or not inside or self.sizes.dp % inside:
+            raise TrainerConfigError(
+                f"parallel.hybrid=True shards within a node and replicates across nodes, and the {self.sizes.dp} "
+                f"replicas of a stage, of {self.sizes.cp * self.sizes.tp} ranks each, do not split evenly into nodes "
+                f"of {world.local_world_size} ranks; choose tp and cp that divide the ranks of a node, or leave "
+                "parallel.hybrid out"
+            )
+        whole = self.device_mesh._unflatten("dp", (self.sizes.dp // inside, inside), ("replicate", "shard"))
+        shard = whole["shard", "cp"]._flatten("shard_cp") if self.sizes.cp > 1 else whole["shard"]
+        return DeviceMesh._concatenate([whole["replicate"], shard])
 
     def _group(self, *fixed: str) -> ProcessGroup:
         """The ranks whose places along ``fixed`` are this one's; every rank makes all groups of that kind."""

@@ -8,6 +8,7 @@ from typing import Any
 from ..config import TrainerConfig
 from ..evaluation.evaluate import Evaluation, evaluate
 from ..parallel.model import ParallelModel
+from ..parallel.passes import Passes
 from ..report.progress import Progress
 from ..report.recorder import Recorder
 from ..reproducibility import deterministic_kernels, seed_step
@@ -26,6 +27,7 @@ class Evaluator:
         config: TrainerConfig,
         evaluation: Evaluation | None,
         parallel: ParallelModel,
+        passes: Passes,
         *,
         saver: Saver,
         guard: Guard,
@@ -37,6 +39,7 @@ class Evaluator:
         self._config = config
         self._evaluation = evaluation
         self._parallel = parallel
+        self._passes = passes
         self._saver = saver
         self._guard = guard
         self._progress = progress
@@ -58,11 +61,11 @@ class Evaluator:
         if self._evaluation is None:
             return None
         with self._guard.watching(), self._saver.evaluated(), deterministic_kernels(self._config.deterministic):
-            seed_step(self._config.seed, step, world.rank, world.device, "evaluation")
+            seed_step(self._config.seed, step, self._parallel.mesh.gradient_rank, world.device, "evaluation")
             found = evaluate(
                 self._parallel,
                 self._evaluation,
-                precision=self._config.precision,
+                passes=self._passes,
                 phase=self._stopwatch.phase,
                 stop_requested=self._guard.is_stop_requested,
             )

@@ -72,8 +72,8 @@ def _count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: I
     return by_epochs if config.steps is None else min(by_epochs, config.steps)
 
 
-def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, world: World) -> int | None:
-    """Samples of one update over all ranks, or None where the loader does not say.
+def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, replicas: int) -> int | None:
+    """Samples of one update over all replicas of the model, or None where the loader does not say.
 
     Raises:
         TrainerConfigError: the rate is to follow a batch size that the loader does not say.
@@ -81,7 +81,7 @@ def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, world: Wo
     whole = getattr(loader, "global_batch_size", None)
     share = getattr(loader, "batch_size", None)
     if whole is None and share is not None:
-        whole = share * world.world_size
+        whole = share * replicas
     if whole is None and config.schedule.scaling != "none":
         raise TrainerConfigError(
             f"schedule.scaling={config.schedule.scaling!r} needs the effective batch size, and "
@@ -97,7 +97,7 @@ def leaves_steps(config: TrainerConfig, evaluation: object | None, epoch: int, t
     Otherwise it begins a step of its own, in which the ranks find out.
     """
     if taken:
-        return config.parallel.zero > 0  # each microbatch gathers weights
+        return config.parallel.zero > 0 or config.parallel.is_spread  # each microbatch is a collective
     evaluates = evaluation is not None and config.evaluate.every is None
     return evaluates or (config.epochs is not None and epoch + 1 >= config.epochs)
 

@@ -106,7 +106,7 @@ class Saver:
                 with self._stopwatch.phase("average"):
                     stack.enter_context(self.averager.averaged())
             elif self._parallel.exchanges and not self._parallel.is_sharded:
-                refuse_unlike_weights(self._parallel.inner, self._parallel.world)
+                refuse_unlike_weights(self._parallel.inner, self._parallel.mesh)
             self._parallel.agree_on_buffers()
             yield
 

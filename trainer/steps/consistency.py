@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import TrainerConfigError, TrainerError
+from ..parallel.precision import local_part
+from ..ranks.mesh import Mesh
 from ..ranks.world import World
+from .totals import Marks
 
 _BITS = 20  # squares, added over all ranks, stay exact in float64
 _ROUNDING = 1e-3  # of a weight's norm: kernels of different devices round differently, and that adds up
@@ -70,12 +73,13 @@ class Settings:
     """Settings of ``optimizer`` that act on gradients, by group, and the parameters that it trains; holds no state.
 
     Settings that are tensors are not compared. Shapes of the buffers of ``model``, which ranks share, are: a forward
-    may assign others, as for a cache that grows with the longest row.
+    may assign others, as for a cache that grows with the longest row. The ranks of each stage are compared.
     """
 
-    def __init__(self, optimizer: Optimizer, world: World, model: nn.Module | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, mesh: Mesh, model: nn.Module | None = None) -> None:
         self._optimizer = optimizer
-        self._world = world
+        self._mesh = mesh
+        self._world = mesh.world
         self._model = model
         self._buffers = [] if model is None else [module._buffers for module in model.modules()]
 
@@ -98,27 +102,31 @@ class Settings:
         mark = zlib.crc32(trained, zlib.crc32(given.tobytes(), mark))
         return mark & ((1 << _BITS) - 1)
 
-    def check(self, total: float, total_of_squares: float) -> None:
-        """Compare the ranks' marks, by their sum over all ranks and that of their squares; a collective if they differ.
+    def check(self, stages: Sequence[Marks]) -> None:
+        """Compare the ranks' marks, by their sums over each stage; a collective if they differ.
 
         Raises:
-            TrainerError: on every rank, if they differ: then the squares add up to more than equals would.
+            TrainerError: on every rank, if they differ.
         """
-        if total_of_squares * self._world.world_size == total * total:
+        size = self._mesh.stage_ranks
+        if all(one.squares * size == one.total * one.total for one in stages):
             return
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(self._world.world_size)]
         dist.all_gather_object(shapes, self._shapes())
         for rank, its in enumerate(shapes):
-            for name in (name for name in {**shapes[0], **its} if shapes[0].get(name) != its.get(name)):
+            first = self._mesh.rank_in_stage(0, rank // size)
+            for name in (name for name in {**shapes[first], **its} if shapes[first].get(name) != its.get(name)):
                 raise TrainerError(
-                    f"buffer {name!r} has shape {shapes[0].get(name)} on rank 0 and {its.get(name)} on rank {rank}, "
-                    "and rank 0's buffers go to all ranks; no weight was changed. Give it one shape on all ranks, or "
-                    "keep what forward makes anew in an attribute that is no buffer"
+                    f"buffer {name!r} has shape {shapes[first].get(name)} on {self._mesh.describe(first)} and "
+                    f"{its.get(name)} on {self._mesh.describe(rank)}, and {self._mesh.describe(first)}'s buffers go to "
+                    "all ranks; no weight was changed. Give it one shape on all ranks, or keep what forward makes anew "
+                    "in an attribute that is no buffer"
                 )
         everywhere: list[list[dict[str, Any]]] = [[] for _ in range(self._world.world_size)]
         dist.all_gather_object(everywhere, self._describe())
+        found = self._first_difference(everywhere)
         raise TrainerError(
-            f"the ranks would train other models, and no weight was changed: {_first_difference(everywhere)}. Make "
+            f"the ranks would train other models, and no weight was changed: {found}. Make "
             "the optimizer alike on all ranks; an observer, which is on rank 0 alone, must not change it"
         )
 
@@ -136,39 +144,48 @@ class Settings:
             for group in self._optimizer.param_groups
         ]
 
+    def _first_difference(self, everywhere: list[list[dict[str, Any]]]) -> str:
+        for rank, groups in enumerate(everywhere):
+            first = self._mesh.rank_in_stage(0, rank // self._mesh.stage_ranks)
+            for number, (ours, theirs) in enumerate(zip(everywhere[first], groups, strict=False)):
+                for name in {**ours, **theirs}:
+                    if ours.get(name) != theirs.get(name):
+                        places = [self._mesh.describe(one) for one in (first, rank)]
+                        found = f"{ours.get(name)} on {places[0]} and {theirs.get(name)} on {places[1]}"
+                        return f"{name!r} of the optimizer's group {number} is {found}"
+        return f"the optimizers have {[len(groups) for groups in everywhere]} groups"
+
 
 @torch.no_grad()
-def refuse_unlike_weights(model: nn.Module, world: World) -> None:
-    """See that trained weights, which all ranks hold whole, have the same norms on all of them; a collective.
+def refuse_unlike_weights(model: nn.Module, mesh: Mesh) -> None:
+    """See that trained weights have the same norms on all ranks that hold the same parts; a collective.
 
     Raises:
         TrainerError: on every rank, if one differs by more than rounding explains.
     """
-    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad and one.numel()]
-    if world.world_size == 1 or not named:
+    found = ((name, local_part(one)) for name, one in model.named_parameters() if one.requires_grad)
+    named = [(name, one) for name, one in found if one.numel()]
+    if mesh.gradient_ranks == 1 or not (named or mesh.is_spread):
         return
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm([one.detach() for _, one in named], 2.0)])
-    ends = torch.cat((norms, -norms)).to(world.device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    norms = torch.zeros(0, dtype=torch.float64, device=mesh.world.device)
+    if named:
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm([one.detach() for _, one in named], 2.0)])
+    ends = torch.cat((norms, -norms)).to(mesh.world.device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.gradient_group)
     largest, least = ends[: len(named)].tolist(), ends[len(named) :].neg().tolist()
-    for (name, _), high, low in zip(named, largest, least, strict=True):
-        if high - low > _ROUNDING * high + _LEAST:
-            raise TrainerError(
-                f"the ranks train different models: the norm of {name} is {high:.6g} on one rank and {low:.6g} on "
-                "another. Was a weight changed by an observer, which is on rank 0 alone, or by a function that does "
-                "otherwise on each rank? Change weights on all ranks alike; the checkpoints before this step stay"
-            )
-
-
-def _first_difference(everywhere: list[list[dict[str, Any]]]) -> str:
-    first = everywhere[0]
-    for rank, groups in enumerate(everywhere):
-        for number, (ours, theirs) in enumerate(zip(first, groups, strict=False)):
-            for name in {**ours, **theirs}:
-                if ours.get(name) != theirs.get(name):
-                    found = f"{ours.get(name)} on rank 0 and {theirs.get(name)} on rank {rank}"
-                    return f"{name!r} of the optimizer's group {number} is {found}"
-    return f"the optimizers have {[len(groups) for groups in everywhere]} groups"
+    found = ((name, high, low) for (name, _), high, low in zip(named, largest, least, strict=True))
+    unlike = next((one for one in found if one[1] - one[2] > _ROUNDING * one[1] + _LEAST), None)
+    if mesh.is_spread:  # each part of the model is compared by ranks of its own
+        everywhere: list[tuple[str, float, float] | None] = [None] * mesh.world.world_size
+        dist.all_gather_object(everywhere, unlike)
+        unlike = next(filter(None, everywhere), None)
+    if unlike is not None:
+        name, high, low = unlike
+        raise TrainerError(
+            f"the ranks train different models: the norm of {name} is {high:.6g} on one rank and {low:.6g} on "
+            "another. Was a weight changed by an observer, which is on rank 0 alone, or by a function that does "
+            "otherwise on each rank? Change weights on all ranks alike; the checkpoints before this step stay"
+        )
 
 
 def _has_tensor(value: object) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..data.batches import count_rows, known_rows, sample_ids
 from ..errors import NonFiniteLossError
+from ..ranks.mesh import Mesh
 from ..ranks.world import World
 
 
@@ -92,8 +93,9 @@ def _but(constants: Collection[str], named: Iterable[tuple[str, nn.Parameter]]) 
 class NonFinitePolicy:
     """Policy for losses or gradients that are not finite: an error, or up to ``max_skipped`` skipped steps."""
 
-    def __init__(self, world: World, *, may_skip: bool, max_skipped: int) -> None:
-        self._world = world
+    def __init__(self, mesh: Mesh, *, may_skip: bool, max_skipped: int) -> None:
+        self._mesh = mesh
+        self._world = mesh.world
         self._may_skip = may_skip
         self._max_skipped = max_skipped
         self.skipped = 0
@@ -107,14 +109,15 @@ class NonFinitePolicy:
         found = [
             (self._world.rank, index, sample_ids(batch), known_rows(batch) is None or bool(count_rows(batch)))
             for index, (batch, loss) in enumerate(zip(microbatches, losses, strict=True))
-            if not bool(torch.isfinite(loss))
+            if self._mesh.counts and not bool(torch.isfinite(loss))
         ]
         everywhere: list[list[tuple[int, int, list[int] | None, bool]]] = [found]
         if self._world.world_size > 1:
             everywhere = [[] for _ in range(self._world.world_size)]
             dist.all_gather_object(everywhere, found)
         bad = [one for there in everywhere for one in there]
-        empty = "; ".join(f"rank {rank}, microbatch {index}" for rank, index, _, has_rows in bad if not has_rows)
+        without = ((self._mesh.describe(rank), index) for rank, index, _, has_rows in bad if not has_rows)
+        empty = "; ".join(f"{place}, microbatch {index}" for place, index in without)
         if empty:
             raise NonFiniteLossError(
                 f"step {step}: the loss of a microbatch without rows is not finite ({empty}). Where fewer rows are "
@@ -122,7 +125,7 @@ class NonFinitePolicy:
                 "function must return the sum of the losses, which is then 0, and the count: losses.sum(), len(losses)"
             )
         places = "; ".join(
-            f"rank {rank}, microbatch {index}, "
+            f"{self._mesh.describe(rank)}, microbatch {index}, "
             + ("sample ids unknown (with_ids=True adds them)" if ids is None else f"sample ids {ids}")
             for rank, index, ids, _ in bad
         )

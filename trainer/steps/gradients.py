@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,11 +44,16 @@ class Gradients:
 
     def __init__(self, parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._parallel = parallel
+        self._mesh = parallel.mesh
         self._world = parallel.world
         self._optimizer = optimizer
         self._is_first = True
+        trained = [one for group in optimizer.param_groups for one in group["params"]]
+        holders = {one: parallel.count_holders(one) for one in trained}
+        self._copies = math.gcd(*holders.values())  # ranks of this stage that hold each part, at least
+        self._more_copies = {one: count // self._copies for one, count in holders.items()}
         self._named = list(parallel.inner.named_parameters())
-        updated = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        updated = set(map(id, trained))
         self._not_updated = [one for _, one in self._named if id(one) not in updated]
         self._frozen = [(name, one) for name, one in self._named if id(one) not in updated and not one.requires_grad]
 
@@ -63,7 +69,7 @@ class Gradients:
 
     @torch.no_grad()
     def measure(self, losses: Sequence[Tensor | float]) -> Measured:
-        """Look at each gradient once; a collective where the model is sharded. Does not wait for the device.
+        """Look at each gradient once; a collective where the model is sharded, or cut. Does not wait for the device.
 
         ``losses`` are those that the gradients are of, () each: of all ranks, where they exchange gradients.
 
@@ -78,26 +84,33 @@ class Gradients:
                 "now that the optimizer lacks them for; give an optimizer over all parameters, as "
                 "AdamW(model.parameters()), which leaves frozen ones alone, or make a new trainer after unfreezing"
             )
-        local = self._gather()
+        by_copies = self._gather()
+        local = [one for parts in by_copies.values() for one in parts]
         self._check_first(local, losses)
-        norm = self._norm(local)
-        if self._not_updated:  # NaN and infinity come through
-            norm = norm + 0.0 * self._norm(local_part(one.grad) for one in self._not_updated if one.grad is not None)
-        if not self._parallel.is_sharded:
-            return Measured(norm, local, None)
-        found = torch.cat((norm.square().reshape(1), self._parallel.used_flags()))
-        if self._world.world_size > 1:
-            dist.all_reduce(found)
-        norm = (found[0] / self._parallel.replicas).sqrt()
-        return Measured(norm, local, None if self._parallel.uses_all else found[1:])
+        others = [local_part(one.grad) for one in self._not_updated if one.grad is not None]
+        if not (self._parallel.is_sharded or self._mesh.is_spread):
+            norm = self._norm(local)
+            return Measured(norm + 0.0 * self._norm(others) if others else norm, local, None)
+        squares = [self._norm(parts).square() / copies for copies, parts in by_copies.items()]
+        square = sum(squares[1:], start=squares[0]) if squares else self._norm([])
+        square = square + 0.0 * self._norm(others) if others else square  # NaN and infinity come through
+        found = torch.cat((square.reshape(1), self._parallel.used_flags()))
+        if self._mesh.stage_ranks > 1:
+            dist.all_reduce(found, group=self._mesh.stage_group)
+        square = found[0] / self._copies
+        if self._mesh.sizes.pp > 1:  # each stage has flags of its own
+            dist.all_reduce(square, group=self._mesh.pipeline_group)
+        return Measured(square.sqrt(), local, None if self._parallel.uses_all else found[1:])
 
     def _check_first(self, local: list[Tensor], losses: Sequence[Tensor | float]) -> None:
         """A later step may be without gradients; where the first one is, the loss was cut off from the model.
 
         A loss of 0 says nothing: functions return one made from a number for a batch in which all is masked.
         """
-        usage = self._parallel.usage if self._world.world_size == 1 else None  # alone, zeros stand for what is unused
-        if not self._is_first or (local and (usage is None or usage.uses_any)):
+        is_alone = self._mesh.gradient_ranks == 1
+        usage = self._parallel.usage if is_alone else None  # alone, zeros stand for what is unused
+        may_train_nothing = self._mesh.sizes.pp > 1  # a stage of frozen modules
+        if may_train_nothing or not self._is_first or (local and (usage is None or usage.uses_any)):
             self._is_first = False
         elif any(one != 0 for one in losses):
             raise TrainerConfigError(
@@ -106,8 +119,9 @@ class Gradients:
                 "was the optimizer made from this model's parameters?"
             )
 
-    def _gather(self) -> list[Tensor]:
-        found = []
+    def _gather(self) -> dict[int, list[Tensor]]:
+        """This rank's parts of the gradients, by how much more ranks hold the same part than ``_copies``."""
+        found: dict[int, list[Tensor]] = {}
         for group in self._optimizer.param_groups:
             for one in group["params"]:
                 gradient = one.grad
@@ -115,7 +129,7 @@ class Gradients:
                     continue
                 if gradient.is_sparse:
                     one.grad = gradient = gradient.coalesce()  # each element once: the norm is that of the sums
-                found.append(local_part(gradient))
+                found.setdefault(self._more_copies.get(one, 1), []).append(local_part(gradient))
         return found
 
     def _norm(self, gradients: Iterable[Tensor]) -> Tensor:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ..computing import ComputeClock
-from ..data.batches import count_rows
 from ..errors import NonFiniteLossError, TrainerError
 from ..options import check_choice, check_range
 from ..parallel.buffers import BufferCopies
 from ..parallel.checks.limits import named_if_it_fails
 from ..parallel.checks.parameters import KnownParameters
 from ..parallel.model import ParallelModel
-from ..parallel.precision import LossScaler, PrecisionConfig, compute_context
+from ..parallel.passes import Passes
+from ..parallel.precision import LossScaler, PrecisionConfig
 from .consistency import Settings
 from .finite import NonFinitePolicy
 from .gradients import Gradients
 from .loss import LossFunction, check_count, check_loss
-from .totals import Reading, StepTotals, Totals
+from .losses import StepLosses
+from .totals import Reading, Totals
 
 # fp16's loss scale starts at 2**16 and halves at each overflow; gradients that overflow even here are not finite.
 _LEAST_LOSS_SCALE = 2.0**-24
@@ -84,8 +85,8 @@ class StepRunner:
     """Runs steps of one model; its state is the last global count, the steps skipped so far, the loss scale, a flag.
 
     The loss is a sum; the update uses the gradient of its mean over all ranks and microbatches. The global count is
-    known only after the last forward, so the loss is scaled by ``ranks / expected count``, where the expected count is
-    the previous step's, the same on every rank, and the reduced gradients are corrected by the ratio of the two.
+    known only after the last forward, so the loss is scaled by ``replicas / expected count``, where the expected count
+    is the previous step's, the same on every rank, and the reduced gradients are corrected by the ratio of the two.
     Batches of equal counts, the common case, need no correction. Ranks that exchange no gradients each use their own
     mean. Where gradients are added to what is owed, ``correct`` is told the ratio before the last backward, which waits
     for it, or None where there is no count. ``is_saved`` is whether checkpoints are kept.
@@ -102,26 +103,26 @@ class StepRunner:
         optimizer: torch.optim.Optimizer,
         loss: LossFunction,
         *,
+        passes: Passes,
         config: StepConfig,
         precision: PrecisionConfig,
         phase: Phase,
-        clock: ComputeClock | None = None,
         correct: Callable[[float | None], None] | None = None,
         reads_late: bool | None = None,
         is_saved: bool = False,
     ) -> None:
         self._parallel = parallel
+        self._passes = passes
+        self._mesh = parallel.mesh
         self._world = parallel.world
         self._optimizer = optimizer
         self._loss = loss
         self._config = config
-        self._precision = precision
         self._phase = phase
-        self._computing: Callable[[], AbstractContextManager[Any]] = nullcontext if clock is None else clock.computing
         self._correct = correct
         self._scaler = LossScaler(precision, self._world)
         self._gradients = Gradients(parallel, optimizer)
-        self._settings = Settings(optimizer, self._world, parallel.inner)
+        self._settings = Settings(optimizer, self._mesh, parallel.inner)
         whole = {} if parallel.usage is None else parallel.usage.whole
         self._known = KnownParameters(parallel.inner, whole, is_saved=is_saved)
         on_cuda = self._world.device.type == "cuda"
@@ -129,7 +130,7 @@ class StepRunner:
         self._reads_late = can_read_late and (on_cuda if reads_late is None else reads_late)
         self._unread: tuple[int, torch.Tensor] | None = None  # the step before, and whether its gradients are bad
         self._expected_count: float | None = None
-        self._policy = NonFinitePolicy(self._world, may_skip=config.on_nan != "stop", max_skipped=config.max_skipped)
+        self._policy = NonFinitePolicy(self._mesh, may_skip=config.on_nan != "stop", max_skipped=config.max_skipped)
 
     @property
     def loss_scale(self) -> float | None:
@@ -179,33 +180,36 @@ class StepRunner:
             self._known.check()
             self._parallel.begin_step()
         buffers, expected_before = self._copy_buffers(), self._expected_count
-        sums, own, reading, totals = StepTotals(self._world), None, None, None
-        losses: list[torch.Tensor] = []
+        own, reading, totals = None, None, None
+
+        def exchange() -> None:
+            nonlocal own, reading, totals
+            own = Reading(losses.sums.own_count()) if self._parallel.trains_alone else None
+            reading = losses.sums.exchange(
+                stop=stop_requested,
+                trace=trace_requested,
+                order=self._parallel.order_marks(),
+                epoch=epoch,
+                settings=self._settings.mark(),
+                late=None if self._unread is None else self._unread[1],
+            )
+            if self._correct is not None:
+                totals = self._read(reading)
+                assert losses.expected_count is not None, "there was a microbatch"
+                self._correct(losses.expected_count / totals.count if totals.count > 0 else None)
+
+        losses = StepLosses(
+            self._mesh,
+            len(microbatches),
+            expected_count=self._expected_count,
+            knows_losses_first=self._passes.knows_losses_first,
+            scaler=self._scaler,
+            exchange=exchange,
+        )
         for index, batch in enumerate(microbatches):
-            last = index == len(microbatches) - 1
-            with self._parallel.exchange_when(last=last):
-                with self._phase("forward"), self._parallel.watched_forward(), self._computing():
-                    loss_sum, count = self._forward(batch)
-                losses.append(loss_sum.detach())
-                sums.add(losses[-1], count, count_rows(batch))
-                if self._expected_count is None:
-                    self._expected_count = self._expect(sums.own_count()) * len(microbatches)
-                if last:
-                    own = Reading(sums.own_count()) if self._trains_alone else None
-                    reading = sums.exchange(
-                        stop=stop_requested,
-                        trace=trace_requested,
-                        order=self._parallel.order_marks(),
-                        epoch=epoch,
-                        settings=self._settings.mark(),
-                        late=None if self._unread is None else self._unread[1],
-                    )
-                    if self._correct is not None:
-                        totals = self._read(reading)
-                        self._correct(self._expected_count / totals.count if totals.count > 0 else None)
-                with self._phase("backward"), self._parallel.watched_backward(), self._computing():
-                    scale = self._world.world_size / self._expected_count
-                    self._scaler.scale(loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+            losses.begin(batch)
+            self._passes.train(batch, self._checked_loss, losses, last=index == len(microbatches) - 1)
+        self._expected_count = losses.expected_count
         self._parallel.check_gradients()
         assert reading is not None, "there was a microbatch"
         assert self._expected_count is not None, "there was a microbatch"
@@ -213,22 +217,22 @@ class StepRunner:
         unread, self._unread = self._unread, None
         if totals.late and unread is not None:
             self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())
-        self._parallel.check_order(totals.order, totals.order_squares)
-        self._settings.check(totals.settings, totals.settings_squares)
+        self._parallel.check_order((one.total, one.squares) for one in totals.orders)
+        self._settings.check(totals.settings)
         check_count(totals.count, f"step {step}: the ranks' loss functions together returned")
         if totals.epoch_squares * self._world.world_size != totals.epoch * totals.epoch:
             self._refuse_epochs(step, epoch)
         norm: float | torch.Tensor | None = None
         outcome: Outcome
         if not math.isfinite(totals.loss):
-            self._policy.meet_losses(step, microbatches, losses)
+            self._policy.meet_losses(step, microbatches, losses.by_microbatch)
             outcome = "non-finite"
         elif not totals.count:
             outcome = "empty"
         else:
             with self._phase("optimizer"):
                 right = totals.count if own is None else own.wait()[0] * self._world.world_size
-                followed = [totals.loss] if own is None else losses
+                followed = [totals.loss] if own is None else losses.by_microbatch
                 is_right = self._correct is not None or not right
                 outcome, norm = self._update(step, 1.0 if is_right else self._expected_count / right, followed)
             self._expected_count = totals.count
@@ -268,7 +272,7 @@ class StepRunner:
 
     def _read(self, reading: Reading) -> Totals:
         with self._phase("reduce"):
-            return Totals(*reading.wait())
+            return Totals.read(reading.wait())
 
     def _refuse_epochs(self, step: int, epoch: int) -> NoReturn:
         """Name the ranks' epochs; a collective."""
@@ -284,15 +288,8 @@ class StepRunner:
         """Copies of the buffers, where a step may be skipped: a batch norm has then seen what is not finite."""
         return None if self._config.on_nan == "stop" else BufferCopies(self._parallel.inner)
 
-    def _forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-        with compute_context(self._precision, self._world.device, self._parallel.inner):
-            return check_loss(self._loss(self._parallel.module, batch))
-
-    def _expect(self, count: torch.Tensor) -> float:
-        known = count.clone()
-        if self._world.world_size > 1:
-            dist.all_reduce(known)
-        return max(1.0, float(known))
+    def _checked_loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+        return check_loss(self._loss(model, batch))
 
     def _update(
         self, step: int, correction: float, losses: Sequence[torch.Tensor | float]
@@ -324,15 +321,10 @@ class StepRunner:
             )
         return "overflow", norm
 
-    @property
-    def _trains_alone(self) -> bool:
-        """Return whether there are other ranks, and this one exchanges no gradients with them."""
-        return self._world.world_size > 1 and not self._parallel.exchanges
-
     def _is_bad(self, norm: float) -> bool:
         """Return whether the norm is not finite on any rank; all share one norm, unless they exchange none."""
         bad = not math.isfinite(norm)
-        if not self._trains_alone:
+        if not self._parallel.trains_alone:
             return bad
         flag = torch.tensor([float(bad)], device=self._world.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)

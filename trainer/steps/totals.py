@@ -2,57 +2,82 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks.world import World
+from ..ranks.mesh import Mesh
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Sum of the marks of a stage's ranks, and of their squares, which add up to more than equal ones would."""
+
+    total: float
+    squares: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over all ranks and microbatches of one step."""
+    """Sums over all ranks and microbatches of one step; each sample is in ``loss``, ``count`` and ``rows`` once."""
 
     loss: float
     count: float
     rows: float
     stop: float
     trace: float
-    order: float
-    order_squares: float
     epoch: float
     epoch_squares: float
-    settings: float
-    settings_squares: float
     late: float
     """Ranks whose gradients of the step before were not finite, where that was not read in time."""
 
+    orders: tuple[Marks, ...]
+    settings: tuple[Marks, ...]
+    """By stage; so are ``orders``."""
 
-_NAMES = tuple(one.name for one in fields(Totals))
+    @classmethod
+    def read(cls, values: Sequence[float]) -> Totals:
+        """The totals that ``StepTotals`` exchanged."""
+        plain, marks = values[: len(_NAMES)], values[len(_NAMES) :]
+        found = [Marks(total=total, squares=squares) for total, squares in zip(marks[::2], marks[1::2], strict=True)]
+        return cls(**dict(zip(_NAMES, plain, strict=True)), orders=tuple(found[::2]), settings=tuple(found[1::2]))
+
+
+_NAMES = ("loss", "count", "rows", "stop", "trace", "epoch", "epoch_squares", "late")
+_MARKS = ("order", "order_squares", "settings", "settings_squares")
 
 
 class StepTotals:
     """Adds up a step's numbers in float64; each step has its own.
 
     A device's tensors are added there, and nothing waits for them; numbers, and the CPU's tensors, on the host. Losses
-    that are not finite make the sum of losses so.
+    that are not finite make the sum of losses so. Of the ranks of a replica those count that the mesh says.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._on_host = dict.fromkeys(_NAMES, 0.0)
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        names = [*_NAMES, *(f"{name} {stage}" for stage in range(mesh.sizes.pp) for name in _MARKS)]
+        self._on_host = dict.fromkeys(names, 0.0)
         self._on_device: Tensor | None = None
         self._by_name: dict[str, Tensor] = {}
-        if world.device.type != "cpu":
-            self._on_device = torch.zeros(len(_NAMES), dtype=torch.float64, device=world.device)
-            self._by_name = dict(zip(_NAMES, self._on_device.unbind(), strict=True))
+        device = mesh.world.device
+        if device.type != "cpu":
+            self._on_device = torch.zeros(len(names), dtype=torch.float64, device=device)
+            self._by_name = dict(zip(names, self._on_device.unbind(), strict=True))
 
-    def add(self, loss: Tensor, count: Tensor | float, rows: Tensor | int) -> None:
-        """Add a microbatch: the sum of its losses, their count, and its rows."""
-        for name, amount in (("loss", loss), ("count", count), ("rows", rows)):
-            self._add(name, amount)
+    def add(self, loss: Tensor, count: Tensor | float) -> None:
+        """Add the sum of a microbatch's losses, or of a part of it, and their count."""
+        if self._mesh.counts:
+            self._add("loss", loss)
+            self._add("count", count)
+
+    def add_rows(self, rows: Tensor | int) -> None:
+        """Add the rows of a microbatch."""
+        if self._mesh.counts_rows:
+            self._add("rows", rows)
 
     def own_count(self) -> Tensor:
         """This rank's count so far, of no dimension."""
@@ -62,15 +87,14 @@ class StepTotals:
         self, *, stop: bool, trace: bool, order: tuple[float, float], epoch: int, settings: int, late: Tensor | None
     ) -> Reading:
         """Add a step's own numbers, then sum over all ranks while the caller continues."""
-        once = {"stop": stop, "trace": trace, "order": order[0], "order_squares": order[1]}
-        once |= {"epoch": epoch, "epoch_squares": epoch * epoch}
-        once |= {"settings": settings, "settings_squares": settings * settings}
-        for name, amount in once.items():
+        once = {"stop": stop, "trace": trace, "epoch": epoch, "epoch_squares": epoch * epoch}
+        marks = zip(_MARKS, (*order, settings, settings * settings), strict=True)
+        for name, amount in (*once.items(), *((f"{name} {self._mesh.stage}", mark) for name, mark in marks)):
             self._add(name, amount)
         if late is not None:
             self._add("late", late)
         values = self._collect()
-        work = dist.all_reduce(values, async_op=True) if self._world.world_size > 1 else None
+        work = dist.all_reduce(values, async_op=True) if self._mesh.world.world_size > 1 else None
         return Reading(values, work)
 
     def _add(self, name: str, amount: Tensor | float) -> None:

@@ -12,15 +12,15 @@ import torch
 
 from penstock import DistributedDataLoader, TokenBudget, open_manifest, pack
 from penstock.loader import CostExpression, index_costs, write_costs
-from penstock.trainer import ArrayLoader, TrainerError, World
+from penstock.trainer import ArrayLoader, Mesh, TrainerError, World
 from penstock.trainer.data.feed import Feed
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def alone(device: torch.device) -> World:
+def alone(device: torch.device) -> Mesh:
     place = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": 1, "local_world_size": 1, "num_nodes": 1}
-    return World(**place, device=device, backend="gloo")
+    return Mesh(World(**place, device=device, backend="gloo"))
 
 
 def rows(count: int = 10, **options: Any) -> ArrayLoader:
@@ -59,24 +59,24 @@ class Loader:
 
 
 def test_microbatches_come_in_groups_fewer_at_the_epochs_end_and_none_after_it() -> None:
-    feed = Feed(rows(), accumulate=2, world=alone(CPU))
+    feed = Feed(rows(), accumulate=2, mesh=alone(CPU))
     assert [take(feed) for _ in range(4)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]], []]
     assert take(feed, 1) == [[0, 1], [2, 3]]
 
 
 def test_batches_are_moved_to_the_device_whatever_they_are_made_of() -> None:
     batch = {"x": torch.ones(2), "names": ["a", "b"], "pair": (torch.zeros(1), [torch.ones(3)])}
-    (moved,) = Feed([batch], accumulate=1, world=alone(META)).take(0)
+    (moved,) = Feed([batch], accumulate=1, mesh=alone(META)).take(0)
     assert moved["x"].device == moved["pair"][0].device == moved["pair"][1][0].device == META
     assert moved["names"] == ["a", "b"]
     assert isinstance(moved["pair"], tuple)
-    (kept,) = Feed([batch], accumulate=1, world=alone(CPU)).take(0)
+    (kept,) = Feed([batch], accumulate=1, mesh=alone(CPU)).take(0)
     assert kept["x"] is batch["x"], "copied without need"
 
 
 def test_the_loaders_position_after_a_step_is_that_of_the_steps_last_batch() -> None:
     loader = rows()
-    feed = Feed(loader, accumulate=2, world=alone(CPU))
+    feed = Feed(loader, accumulate=2, mesh=alone(CPU))
     take(feed)
     assert loader.state_dict()["consumed"] == 4
 
@@ -88,17 +88,17 @@ def test_a_resumed_feed_continues_with_the_next_batch_and_ends_each_epoch_once(s
     def run(feed: Feed, count: int) -> list[list[list[int]]]:
         return [take(feed) for _ in range(count)]
 
-    whole = run(Feed(rows(last_batch="partial", shuffle=True), accumulate=2, world=alone(CPU)), 12)
-    first = Feed(rows(last_batch="partial", shuffle=True), accumulate=2, world=alone(CPU))
+    whole = run(Feed(rows(last_batch="partial", shuffle=True), accumulate=2, mesh=alone(CPU)), 12)
+    first = Feed(rows(last_batch="partial", shuffle=True), accumulate=2, mesh=alone(CPU))
     done = run(first, steps)
-    second = Feed(rows(last_batch="partial", shuffle=True), accumulate=2, world=alone(CPU))
+    second = Feed(rows(last_batch="partial", shuffle=True), accumulate=2, mesh=alone(CPU))
     second.load_state_dict(first.state_dict())
     assert done + run(second, 12 - steps) == whole
 
 
 def test_a_loader_without_state_is_told_each_epoch_and_starts_anew() -> None:
     loader = Loader(3)
-    feed = Feed(loader, accumulate=2, world=alone(CPU))
+    feed = Feed(loader, accumulate=2, mesh=alone(CPU))
     assert not feed.is_exact
     assert [take(feed, epoch) for epoch in (0, 0, 0, 1, 1, 1)] == [[[0], [1]], [[2]], []] * 2
     assert loader.epochs == [0, 1]
@@ -108,15 +108,15 @@ def test_a_loader_without_state_is_told_each_epoch_and_starts_anew() -> None:
 
 
 def test_a_state_of_a_loader_with_state_is_no_harm_to_one_without() -> None:
-    exact = Feed(rows(), accumulate=1, world=alone(CPU))
+    exact = Feed(rows(), accumulate=1, mesh=alone(CPU))
     take(exact)
-    feed = Feed(Loader(2), accumulate=1, world=alone(CPU))
+    feed = Feed(Loader(2), accumulate=1, mesh=alone(CPU))
     feed.load_state_dict(exact.state_dict())
     assert take(feed) == [[0]]
 
 
 def test_a_loader_that_never_has_a_batch_is_an_error_that_names_it() -> None:
-    feed = Feed(Loader(0), accumulate=1, world=alone(CPU))
+    feed = Feed(Loader(0), accumulate=1, mesh=alone(CPU))
     assert feed.take(0) == [], "the rest of an epoch may be empty"
     with pytest.raises(TrainerError, match=r"epoch 1: loader=Loader gave no batch"):
         feed.take(1)
@@ -128,7 +128,7 @@ def test_the_loaders_own_error_comes_through_with_its_name() -> None:
             yield {"n": torch.tensor([0])}
             raise OSError("shard train-7.tar cannot be read")
 
-    feed = Feed(Broken(2), accumulate=1, world=alone(CPU))
+    feed = Feed(Broken(2), accumulate=1, mesh=alone(CPU))
     assert take(feed) == [[0]]
     with pytest.raises(OSError, match=r"train-7\.tar"):
         feed.take(0)
@@ -136,7 +136,7 @@ def test_the_loaders_own_error_comes_through_with_its_name() -> None:
 
 def test_a_feed_dropped_midway_closes_the_loaders_iteration() -> None:
     loader = Loader(3)
-    feed = Feed(loader, accumulate=1, world=alone(CPU))
+    feed = Feed(loader, accumulate=1, mesh=alone(CPU))
     take(feed)
     assert loader.closed == 0
     del feed
@@ -145,10 +145,10 @@ def test_a_feed_dropped_midway_closes_the_loaders_iteration() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_skipped_steps_are_as_if_drawn_and_dropped_and_a_resumed_feed_goes_on_after_them(steps: int) -> None:
-    feed = Feed(rows(12), accumulate=2, world=alone(CPU))  # three steps an epoch
+    feed = Feed(rows(12), accumulate=2, mesh=alone(CPU))  # three steps an epoch
     assert take(feed) == [[0, 1], [2, 3]]
     ended = feed.skip(steps, 0)
-    again = Feed(rows(12), accumulate=2, world=alone(CPU))
+    again = Feed(rows(12), accumulate=2, mesh=alone(CPU))
     again.load_state_dict(feed.state_dict())
     following = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]][(1 + steps) % 3]
     assert ended == (1 + steps) // 3
@@ -246,12 +246,12 @@ def test_skipped_steps_end_with_their_epoch_whatever_accumulates_and_whatever_th
     whole = drawn_steps(epochs, accumulate)
     for done, steps in ((1, 1), (1, 2), (3, 1), (2, 5)):
         with closing_if(make()) as loader, closing_if(make()) as other:
-            feed = Feed(loader, accumulate=accumulate, world=alone(CPU))
+            feed = Feed(loader, accumulate=accumulate, mesh=alone(CPU))
             found = [feed.take(0) for _ in range(done + whole[done - 1][0])]
             assert [list(map(values, one)) for one in found if one] == [step for _, step in whole[:done]]
             epoch = whole[done - 1][0]
             assert feed.skip(steps, epoch) == whole[done + steps][0] - epoch
-            again = Feed(other, accumulate=accumulate, world=alone(CPU))
+            again = Feed(other, accumulate=accumulate, mesh=alone(CPU))
             again.load_state_dict(feed.state_dict())
             for one in (feed, again):
                 assert list(map(values, one.take(whole[done + steps][0]))) == whole[done + steps][1]
@@ -263,7 +263,7 @@ def test_batches_of_a_loader_that_drops_samples_are_drawn_and_dropped(tmp_path: 
     with DistributedDataLoader(tmp_path / "rows", **options) as loader:  # ten batches an epoch
         whole = [batch["n"].tolist() for _ in range(2) for batch in loader]
     with DistributedDataLoader(tmp_path / "rows", **options) as loader:
-        feed = Feed(loader, accumulate=1, world=alone(CPU))
+        feed = Feed(loader, accumulate=1, mesh=alone(CPU))
         feed.expect(None, lambda given, length: None, lambda epoch, taken: False)
         assert take(feed) == whole[:1]
         assert (feed.skip(3, 0), take(feed)) == (0, whole[4:5])
@@ -272,7 +272,7 @@ def test_batches_of_a_loader_that_drops_samples_are_drawn_and_dropped(tmp_path: 
 
 def test_batches_of_a_loader_that_cannot_skip_are_drawn_each_with_a_sign_of_life() -> None:
     loader = Loader(batches=4)
-    feed = Feed(loader, accumulate=2, world=alone(CPU))
+    feed = Feed(loader, accumulate=2, mesh=alone(CPU))
     drawn: list[None] = []
     feed.take(0)
     assert feed.skip(4, 0, lambda: drawn.append(None)) == 2

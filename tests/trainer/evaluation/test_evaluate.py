@@ -17,6 +17,7 @@ from torch import nn
 from penstock.trainer import (
     ArrayLoader,
     Evaluation,
+    Mesh,
     MetricFunction,
     ParallelConfig,
     TrainerConfigError,
@@ -25,6 +26,7 @@ from penstock.trainer import (
 )
 from penstock.trainer.evaluation.evaluate import _add_over_ranks, evaluate
 from penstock.trainer.parallel.model import ParallelModel
+from penstock.trainer.parallel.passes import PlainPasses
 
 
 def outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -34,9 +36,10 @@ def outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 def run(
     world: World, model: nn.Module, batches: Iterable[Any], metrics: MetricFunction = outputs, **options: Any
 ) -> dict[str, float] | None:
-    parallel = ParallelModel(model, ParallelConfig(), FP32, world)
+    parallel = ParallelModel(model, ParallelConfig(), FP32, Mesh(world))
     evaluation = Evaluation(batches=batches, metrics=metrics)
-    return evaluate(parallel, evaluation, precision=FP32, phase=lambda name: nullcontext(), **options)
+    passes = PlainPasses(parallel, FP32, lambda name: nullcontext())
+    return evaluate(parallel, evaluation, passes=passes, phase=lambda name: nullcontext(), **options)
 
 
 @pytest.mark.parametrize("last_batch", ["partial", "pad"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.trainer import ScheduleConfig, StepConfig, TrainerConfig, TrainerConfigError, World
+from penstock.trainer import ScheduleConfig, StepConfig, TrainerConfig, TrainerConfigError
 from penstock.trainer.run.length import count_steps, effective_batch_size
 from penstock.trainer.steps.schedule import Schedule, rate_factor
 
@@ -20,19 +20,6 @@ def make_schedule(config: ScheduleConfig, *, total: int = 100, batch: int | None
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [parameter], "lr": 0.5}])
     return Schedule(config, optimizer, total_updates=total, effective_batch_size=batch)
-
-
-def four_ranks() -> World:
-    return World(
-        rank=0,
-        world_size=4,
-        local_rank=0,
-        local_world_size=4,
-        node_rank=0,
-        num_nodes=1,
-        device=torch.device("cpu"),
-        backend="gloo",
-    )
 
 
 def test_warm_up_climbs_linearly_to_the_whole_rate() -> None:
@@ -103,15 +90,15 @@ class Sized:
 )
 def test_the_effective_batch_size_is_that_of_all_ranks_and_microbatches(loader: Any, samples: int) -> None:
     config = TrainerConfig(steps=1, step=StepConfig(accumulate=2))
-    assert effective_batch_size(loader, config, four_ranks()) == samples
+    assert effective_batch_size(loader, config, 4) == samples
 
 
 @pytest.mark.parametrize("loader", [Sized(), Sized(batch_size=None)])
 def test_scaling_without_a_known_batch_size_names_the_loader_and_the_cure(loader: Any) -> None:
     config = TrainerConfig(steps=1, schedule=ScheduleConfig(scaling="linear", base_batch_size=64))
     with pytest.raises(TrainerConfigError, match=r"scaling='linear' needs .* loader=Sized has neither .*='none'"):
-        effective_batch_size(loader, config, four_ranks())
-    assert effective_batch_size(loader, TrainerConfig(steps=1), four_ranks()) is None
+        effective_batch_size(loader, config, 4)
+    assert effective_batch_size(loader, TrainerConfig(steps=1), 4) is None
 
 
 @pytest.mark.parametrize(

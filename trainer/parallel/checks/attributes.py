@@ -38,9 +38,12 @@ def check_replaceable(model: nn.Module, zero: int) -> None:
                     )
 
 
-def carry_attributes(before: Iterable[nn.Parameter], after: Iterable[nn.Parameter]) -> None:
-    """Give parameters the Python attributes of those in whose place they are, as ``_no_weight_decay``."""
-    for old, new in zip(before, after, strict=True):
+def carry_attributes(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Give parameters the Python attributes of those in whose place they are, as ``_no_weight_decay``.
+
+    ``pairs`` has each old one with the new one.
+    """
+    for old, new in pairs:
         if new is not old:
             for key, value in vars(old).items():
                 vars(new).setdefault(key, value)

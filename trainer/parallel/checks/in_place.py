@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ...errors import TrainerConfigError
+from ..precision import local_part
 
 _SHOWN = 5
 
@@ -72,4 +73,5 @@ class ForwardWrites:
 
     def _marks(self, whole: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
         """Marks that a write changes: the version, or the memory where ``.data`` was assigned."""
-        return {name: (one._version, one.untyped_storage()._cdata) for name, one in whole.items()}
+        parts = ((name, local_part(one.detach())) for name, one in whole.items())
+        return {name: (part._version, part.untyped_storage()._cdata) for name, part in parts}

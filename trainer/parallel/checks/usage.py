@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ...errors import TrainerConfigError, TrainerError
-from ...ranks.world import World
+from ...ranks.mesh import Mesh
 from .attributes import carry_attributes
 from .forward import HIDDEN_OUTPUT
 
@@ -43,9 +42,9 @@ class ParameterUsage:
             # Backward sees the whole parameters, which torch makes once; they must be there to be listened to.
             module.unshard()
             for name, whole in root.named_parameters():
-                if not isinstance(whole, DTensor):
+                if whole is not shards[name]:
                     self.whole[name] = whole
-                    carry_attributes([shards[name]], [whole])  # forward may read them
+                    carry_attributes([(shards[name], whole)])  # forward may read them
                 if name in self._sharded and whole is not self._sharded[name]:
                     whole.register_hook(self._listener(name))  # type: ignore[no-untyped-call]
             module.reshard()
@@ -106,18 +105,18 @@ class ParameterUsage:
 
 
 class ModuleOrder:
-    """Sees to it that every rank runs the same sharded modules in the same order.
+    """Sees to it that every rank of a stage runs the same sharded modules in the same order.
 
     Each gathers its weights from all ranks when it runs, so a rank that runs another one would wait for ever, or take
     weights for what they are not. In the first forward each module asks all ranks before it gathers; from then on the
     ranks compare their order after the last forward, before any weight is changed. Mutable state: the order so far.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[FSDPModule], world: World) -> None:
+    def __init__(self, model: nn.Module, modules: Sequence[FSDPModule], mesh: Mesh) -> None:
         names = {module: name for name, module in model.named_modules() if module is not model}
-        self._world = world
+        self._mesh = mesh
         self._hash = 0
-        self._asks = bool(modules) and world.world_size > 1
+        self._asks = bool(modules) and mesh.stage_ranks > 1
         self._listens = False
         self.running = ""
         for module in modules:
@@ -139,12 +138,15 @@ class ModuleOrder:
         self.running = ""
 
     def marks(self) -> tuple[float, float]:
-        """This rank's order as two numbers, to be added over all ranks for ``check``."""
+        """This rank's order as two numbers, to be added over the ranks of its stage for ``check``."""
         return float(self._hash), float(self._hash * self._hash)
 
-    def check(self, total: float, total_of_squares: float) -> None:
-        """Raise a TrainerError where the ranks' orders differ: then the squares add up to more than equals would."""
-        if total_of_squares * self._world.world_size != total * total:
+    def check(self, stages: Iterable[tuple[float, float]]) -> None:
+        """Raise a TrainerError where a stage's orders differ: then the squares add up to more than equals would.
+
+        ``stages`` has the sums of both marks over each.
+        """
+        if any(squares * self._mesh.stage_ranks != total * total for total, squares in stages):
             raise TrainerError(
                 "ranks ran different sharded modules in this step, or in another order, and no weight was changed. "
                 + _CURE
@@ -162,12 +164,13 @@ class ModuleOrder:
         return torch._dynamo.disable(note)  # type: ignore[no-any-return, no-untyped-call]
 
     def _ask(self, name: str) -> None:
-        names = [""] * self._world.world_size
-        dist.all_gather_object(names, name)
-        other = next((rank for rank, its in enumerate(names) if its != names[0]), None)
+        names = [""] * self._mesh.stage_ranks
+        dist.all_gather_object(names, name, group=self._mesh.stage_group)
+        other = next((place for place, its in enumerate(names) if its != names[0]), None)
         if other is not None:
+            first, second = (self._mesh.describe(self._mesh.rank_in_stage(place)) for place in (0, other))
             raise TrainerConfigError(
-                f"rank 0 comes to {names[0]} where rank {other} comes to {names[other]}, and each sharded module "
+                f"{first} comes to {names[0]} where {second} comes to {names[other]}, and each sharded module "
                 "gathers its weights from all ranks. " + _CURE
             )
 
