@@ -170,6 +170,12 @@ class TrainerConfig:
                     f"several; {cure}, or leave parallel.{key.split('=')[0].removeprefix('parallel.')} out"
                 )
 
+        if self.parallel.pp > 1 and self.init_from is not None:
+            raise TrainerConfigError(
+                f"init_from={self.init_from!r} loads a whole model, and with parallel.pp={self.parallel.pp} ranks have "
+                "stages; start with parallel.pp=1, save a checkpoint, and resume that with stages"
+            )
+
     def _check_adaptive_batch(self) -> None:
         """Refuse the options whose collectives would hang while one rank probes its memory and others wait."""
         if not self.step.adaptive_batch:

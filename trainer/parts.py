@@ -13,16 +13,19 @@ from torch.optim import Optimizer
 from .compression.compression import Compression
 from .computing import ComputeClock
 from .config import TrainerConfig
+from .data.batches import find_rows
 from .errors import TrainerConfigError
 from .parallel.activation import compile_model, recompute_activations
 from .parallel.config import ParallelConfig
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory, ParallelModel, Spread
 from .parallel.passes import Passes, PlainPasses
+from .parallel.pipeline.passes import PipelinePasses
+from .parallel.pipeline.pipeline import Pipeline, Rows
 from .ranks.mesh import Mesh
 from .run.length import effective_batch_size
 from .steps.loss import LossFunction
-from .steps.microbatches import Microbatches
+from .steps.microbatches import Microbatches, cut_batch
 from .steps.probe import MemoryProbe, describe_memory, find_batch_norms
 from .steps.schedule import Schedule
 from .steps.step import StepRunner
@@ -48,7 +51,7 @@ def find_spread(parallel: ParallelConfig, model: nn.Module) -> Spread | None:
     Raises:
         TrainerConfigError: the model cannot be cut so.
     """
-    for key in ("tp", "pp", "cp", "ep"):
+    for key in ("tp", "cp", "ep"):
         if getattr(parallel, key) > 1:
             raise TrainerConfigError(
                 f"parallel.{key}={getattr(parallel, key)} is not there yet; leave it out, and use parallel.zero=3 for "
@@ -75,6 +78,12 @@ def make_parts(
     ``clock``, where there is one, measures what this rank computes.
     """
     world = mesh.world
+    spread = find_spread(config.parallel, model)
+    pipeline = None
+    if config.parallel.pp > 1:
+        pipeline = Pipeline(model, config.parallel, mesh, Rows(count=find_rows, cut=cut_batch))
+        pipeline.check_split(config.activation.every, compiled=config.compile.enabled)
+        spread = pipeline.spread
     compile_model(model, config.compile, config.parallel, world, config.activation)
     recompute_activations(model, config.activation)
     parallel = ParallelModel(
@@ -87,9 +96,12 @@ def make_parts(
         scheme=config.compression.scheme,
         seed=config.seed,
         initialise=initialise,
-        spread=find_spread(config.parallel, model),
+        spread=spread,
+        stages_of=None if pipeline is None else pipeline.stages_of(),
     )
     adopted = parallel.adopt_optimizer(optimizer)
+    if pipeline is not None:
+        parallel.stages = pipeline.agree_on_names(adopted)
     schedule = Schedule(
         config.schedule,
         adopted,
@@ -100,7 +112,12 @@ def make_parts(
         clock.listen(parallel.module)
     compression = Compression(parallel.module, adopted, config.compression, world, clock=clock)
     is_owed = config.compression.remembers and world.world_size > parallel.copies
-    passes = PlainPasses(parallel, config.precision, stopwatch.phase, nullcontext if clock is None else clock.computing)
+    computing = nullcontext if clock is None else clock.computing
+    passes: Passes
+    if pipeline is None:
+        passes = PlainPasses(parallel, config.precision, stopwatch.phase, computing)
+    else:
+        passes = PipelinePasses(pipeline, parallel, config.precision, stopwatch.phase)
     steps = StepRunner(
         parallel,
         adopted,

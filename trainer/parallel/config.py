@@ -9,6 +9,7 @@ from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
 from ..ranks.mesh import Mesh, MeshSizes
 from ..ranks.world import World
+from .pipeline.orders import check_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,9 @@ class ParallelConfig:
     microbatches: int = 8
     """With pp, parts that each batch is cut into."""
 
-    stages: tuple[str, ...] = ()
-    """With pp, the module that each stage after the first begins with; none: stages of about equal parameters."""
+    stages: tuple[str | tuple[str, ...], ...] = ()
+    """With pp, names of the modules that stages after the first begin with, or for each stage the list of all its
+    modules; none: stages of about equal parameters."""
 
     cp: int = 1
     """Context parallelism: ranks over which each sequence is cut."""
@@ -68,6 +70,7 @@ class ParallelConfig:
         check_range("parallel.bucket_mb", self.bucket_mb, low=0.0, above=True)
         for key in ("tp", "pp", "cp", "ep", "microbatches"):
             check_range(f"parallel.{key}", getattr(self, key), low=1)
+        check_schedule(self.schedule)
         if self.zero == 0:
             for key in ("cpu_offload", "hybrid", "blocks"):
                 if getattr(self, key):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ Key = tuple[str, int, int]
 class Messages:
     """Sends and receives without waiting until what is received is used. Mutable state: what is under way.
 
-    Receivers know layouts beforehand, so that messages are bytes and nothing else. ``waited_s`` counts the seconds
-    that this process waited for them.
+    Receivers know layouts beforehand, so that messages are bytes and nothing else.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, stages: int) -> None:
@@ -28,7 +26,6 @@ class Messages:
         self._stages = stages
         self._coming: dict[Key, tuple[list[Tensor], list[dist.Work | None]]] = {}
         self._going: list[tuple[Tensor, dist.Work | None]] = []
-        self.waited_s = 0.0
 
     def send(self, key: Key, tensors: list[Tensor], layouts: list[Layout], rank: int) -> None:
         """Send to ``rank`` of the group; each tensor is laid out as the receiver expects it."""
@@ -53,11 +50,9 @@ class Messages:
     def take(self, key: Key) -> list[Tensor]:
         """What has come, once it is there."""
         tensors, works = self._coming.pop(key)
-        began = time.perf_counter()
         for work in works:
             if work is not None:
                 work.wait()
-        self.waited_s += time.perf_counter() - began
         return tensors
 
     def settle(self) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from ...errors import TrainerConfigError
 from ...ranks.mesh import Mesh
 from ..config import ParallelConfig
 from .cut import Cut, cut_model
-from .orders import Order, count_stages, make_flush, make_order, place_stages
+from .names import StageNames, agree_on_names
+from .orders import SPLIT, Order, count_stages, make_flush, make_order, place_stages
 from .runner import Contexts, Runner
 from .staged import Crossing, Layout, Rehearsal, StagedModel
 from .ties import exchange_ties, find_ties
@@ -69,14 +71,28 @@ class Pipeline:
         stages = count_stages(self._schedule, self._ranks, named)
         self._rank_of = place_stages(self._schedule, self._ranks, stages)
         self._order = make_order(self._schedule, self._ranks, stages, self.parts)
+        self._formula = self._order.idle_share()
         self.cut = cut_model(model, config.stages, stages)
         self.ties = find_ties(model, self.cut)
         self.own = [stage for stage, rank in enumerate(self._rank_of) if rank == self._rank]
+        self._check_trained(model)
+        self._whole = list(model.state_dict())
         self.staged = StagedModel(model, self.cut, mesh.world.device)
         self._most_rows = 0
         self._crossings: dict[str, dict[int, Crossing]] = {}
         self._runners: dict[str, Runner] = {}
         self._rehearsals: dict[Hashable, Rehearsal] = {}
+
+    def _check_trained(self, model: nn.Module) -> None:
+        trained = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+        for rank in range(self._ranks):
+            stages = [stage for stage, its in enumerate(self._rank_of) if its == rank]
+            if not any(self.cut.parameters[name] in stages for name in trained):
+                found = "; ".join(self.cut.describe(stage) for stage in stages)
+                raise TrainerConfigError(
+                    f"parallel.stages: nothing is trained on pipeline rank {rank} ({found}); cut the model such that "
+                    "each rank has something to train"
+                )
 
     @property
     def has_last(self) -> bool:
@@ -87,6 +103,28 @@ class Pipeline:
         """Leave the model the parameters and buffers of this rank's stages."""
         self.staged.keep(self.own)
         self.staged.gate()
+
+    def stages_of(self) -> dict[str, int]:
+        """Number of ranks of a pipeline, by name, for weights that several of them have."""
+        counts = {tie: len({self._rank_of[stage] for stage in tie.stages}) for tie in self.ties}
+        return {name: count for tie, count in counts.items() for name in tie.names}
+
+    def agree_on_names(self, optimizer: Optimizer) -> StageNames:
+        """The names of this rank's stages in a checkpoint; a collective of the pipeline."""
+        return agree_on_names(self.staged.model, self._whole, self.ties, optimizer, self._mesh)
+
+    def check_split(self, recomputes: int, *, compiled: bool) -> None:
+        """Refuse what runs a backward in one piece with a schedule that runs it in two.
+
+        Raises:
+            TrainerConfigError: blocks that recompute their activations, or are compiled.
+        """
+        for key, is_on in ((f"activation.every={recomputes}", recomputes > 0), ("compile.enabled=True", compiled)):
+            if is_on and self._schedule in SPLIT:
+                raise TrainerConfigError(
+                    f"{key} runs the backward of a block in one piece, and parallel.schedule={self._schedule!r} that "
+                    "of inputs and that of weights apart; leave it out, or use parallel.schedule='1F1B'"
+                )
 
     def cut_batch(self, batch: Any) -> list[Any]:
         """The parts of a batch; of the last one of an epoch, which may have fewer rows, maybe fewer.
@@ -143,12 +181,8 @@ class Pipeline:
     def bubble(self) -> Bubble | None:
         """The bubble since the last call, None if nothing ran."""
         runner = self._runners.get("train")
-        if runner is None or not runner.times.total_s:
-            return None
-        times = runner.times
-        measured = 1.0 - times.busy_s / times.total_s
-        times.total_s = times.busy_s = 0.0
-        return Bubble(formula=self._order.idle_share(), measured=measured)
+        measured = None if runner is None else runner.times.take_idle_share()
+        return None if measured is None else Bubble(formula=self._formula, measured=measured)
 
     def rehearse(self, parts: Sequence[Any], programme: Callable[[nn.Module, Any], Any], kind: str = "train") -> None:
         """Find what crosses between stages, on all ranks of the pipeline alike; a collective of these, once a ``kind``.
@@ -230,18 +264,19 @@ def agree_on_crossings(cut: Cut, facts: Mapping[int, Facts]) -> dict[int, Crossi
             )
         flags = []
         for place, layout in received.items():
-            if sent.get(place) is None:
+            there = sent.get(place)
+            if there is None:
                 raise TrainerConfigError(
                     f"parallel.stages: {name!r}, with which stage {stage} begins, is called with a value from "
                     f"stages before {stage - 1} that stage {stage - 1} was not called with itself; pass it on from "
                     "module to module, or choose other parallel.stages"
                 )
-            if sent[place][0] != layout:
+            if there[0] != layout:
                 raise TrainerConfigError(
-                    f"parallel.stages: {name!r}, with which stage {stage} begins, would be sent {sent[place][0]} "
+                    f"parallel.stages: {name!r}, with which stage {stage} begins, would be sent {there[0]} "
                     f"and takes {layout}; choose other parallel.stages"
                 )
-            flags.append(sent[place][1])
+            flags.append(there[1])
         crossings[stage] = Crossing(tuple(received), tuple(flags))
         have_gradients = any(flags)
     return crossings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,18 +15,11 @@ from ...errors import TrainerConfigError
 from .messages import Messages, expected_layout
 from .orders import Action, Order
 from .staged import Crossing, Layout, Rehearsal, StagedModel
+from .times import Times
 
 Contexts = Callable[[], AbstractContextManager[Any]]
 Programme = Callable[[nn.Module, Any], Any]
 """(model, part of a batch) -> what a loss, or a function of metrics, returns."""
-
-
-@dataclass
-class Times:
-    """Seconds that a rank spent on schedules, and those in which it did not wait. They add up until they are read."""
-
-    total_s: float = 0.0
-    busy_s: float = 0.0
 
 
 @dataclass
@@ -57,7 +49,7 @@ class Runner:
         self._last = staged.cut.stages - 1
         self._messages = Messages(group, device, staged.cut.stages)
         self._device = device
-        self.times = Times()
+        self.times = Times(device)
 
     def run(
         self,
@@ -78,7 +70,7 @@ class Runner:
         ``programme`` returned for it on the last stage, and returns its loss; ``weigh`` makes of that what backward
         runs from. Without ``weigh`` there are forwards only. ``contexts`` are made for each forward, and each backward.
         """
-        began, waited = time.perf_counter(), self._messages.waited_s
+        self.times.begin()
         held: dict[tuple[int, int], _Held] = {}
         for action in order.actions[rank]:
             if weigh is None and action.kind not in ("F", "SEND_F", "RECV_F"):
@@ -88,7 +80,7 @@ class Runner:
             match action.kind:
                 case "F":
                     incoming = self._take(action)
-                    with contexts[0]():
+                    with self.times.computing(), contexts[0]():
                         part = parts[action.part]
                         held[key] = self._forward(action, order, part, programme, module, rehearsal, incoming, found)
                 case "SEND_F":
@@ -104,14 +96,13 @@ class Runner:
                     assert weigh is not None
                     is_last = action.stage == self._last
                     gradients = [] if is_last else self._messages.take(("B", *key))
-                    with contexts[1]():
+                    with self.times.computing(), contexts[1]():
                         self._backward(action, order, held[key], module, weigh, gradients, is_split=action.kind == "I")
                 case "W":
-                    with contexts[1]():
+                    with self.times.computing(), contexts[1]():
                         self._backward_weights(action, held[key], module)
         self._messages.settle()
-        self.times.total_s += time.perf_counter() - began
-        self.times.busy_s += time.perf_counter() - began - (self._messages.waited_s - waited)
+        self.times.end()
 
     def _take(self, action: Action) -> list[Tensor]:
         """What the stage before has sent."""

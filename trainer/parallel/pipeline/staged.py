@@ -54,14 +54,13 @@ class Rehearsal:
 
     ``received`` has the leaves of the first module's arguments that come from the stage before, by place; ``sent`` all
     tensors among those that the next stage's first module is called with, by place, None for those that are elsewhere;
-    ``returned`` is what the programme returned, on the last stage.
+    ``draws`` are random operators outside of its modules.
     """
 
     outputs: dict[tuple[str, int], Any] = field(default_factory=dict)
     received: dict[int, Layout] = field(default_factory=dict)
     sent: dict[int, tuple[Layout, bool] | None] = field(default_factory=dict)
     draws: list[str] = field(default_factory=list)
-    returned: Any = None
 
 
 @dataclass
@@ -105,10 +104,7 @@ class StagedModel:
 
     def keep(self, own: Sequence[int]) -> None:
         """Take the parameters and buffers of all but these stages away from the model."""
-        kept: set[int] = set()
-        for name, one in self.model.named_parameters(remove_duplicate=False):
-            if self.cut.parameters[name] in own:
-                kept.add(id(one))
+        self._modules = dict(self.model.named_modules())  # some may have been exchanged since
         for name, module in self._modules.items():
             unit = self._unit_of(name)
             for key, value in list(module._parameters.items()):
@@ -166,9 +162,8 @@ class StagedModel:
         self._refresh(stage)
         run = _Run(stage, Rehearsal(), None, Crossing(), Crossing(), have_gradients)
         with _Draws(run):
-            returned = self._perform(run, programme, self._shadow)
+            self._perform(run, programme, self._shadow)
         found = run.rehearsal
-        found.returned = returned
         if run.outgoing is not None:
             for place, leaf in enumerate(run.outgoing):
                 if isinstance(leaf, Tensor):
@@ -189,6 +184,9 @@ class StagedModel:
             returned = programme(module)
         except _ForwardIsOver:
             pass
+        except TrainerConfigError:
+            if run.stage == last or run.outgoing is None:
+                raise  # what comes after is another stage's
         finally:
             self._run = None
         if run.stage and not run.begun:
