@@ -102,7 +102,7 @@ def show_report(report: AuditReport) -> None:
 
 def _show_mixture(screen: Console, account: MixtureAccount) -> None:
     rows, styles = [], []
-    counts = {name: sum(getattr(source, name) for source in account.sources) for name in ("dropped", "replaced")}
+    counts = {name: sum(getattr(source, name) for source in account.sources) for name in ("dropped", "bad", "replaced")}
     shown = [name for name, count in counts.items() if count]
     for source in account.sources:
         numbers = [source.samples, source.epochs, source.delivered, source.missing, source.duplicated, source.replayed]

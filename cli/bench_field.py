@@ -19,7 +19,7 @@ from ..benchmarks.field.page import draw_picture, render
 from ..benchmarks.field.runner import run_field
 from ..benchmarks.field.table import line_of, print_report
 from ..benchmarks.peers.catalogue import PEERS
-from ..loader.dataset.sealed_folder import cache_home
+from ..loader.dataset.cache import cache_home
 from ..loader.errors import ConfigError
 from ..storage.files import write_whole
 from .common import Flag, console, parse, print_json

@@ -14,7 +14,7 @@ from ..loader.errors import ConfigError, PartitionError
 from ..loader.formats.shard import CHUNK_BYTES
 from ..loader.order.costs.forecast import CostForecast
 from ..loader.order.forecast import Forecast, forecast
-from ..loader.order.selecting.subset import Subset
+from ..loader.order.selecting import Subset
 from ..storage.errors import PenstockError
 from .common import OptionalNumber, in_option_words, parse, print_json
 from .plan_costs import costs_of_run, open_named_costs, refuse_made_up, report_costs

@@ -14,10 +14,8 @@ from ..loader.dataset.index import open_manifest
 from ..loader.errors import ConfigError
 from ..loader.formats.shard import CHUNK_BYTES
 from ..loader.limits import parse_bytes
-from ..loader.order.auto import choose_order
-from ..loader.order.plan import Order
-from ..loader.order.selecting.selection import Selection
-from ..loader.order.selecting.subset import Subset
+from ..loader.order.plan import Order, choose_order
+from ..loader.order.selecting import Selection, Subset
 from .common import Flag, OptionalNumber, SourceArguments
 
 _MOST_LISTED = 1 << 26  # chunks of which every one has its place in arrays

@@ -13,7 +13,7 @@ from ..loader.errors import ConfigError, PartitionError
 from ..loader.limits import parse_bytes
 from ..loader.order.permutation import IntArray
 from ..loader.order.plan import EpochPlan, Order
-from ..loader.order.selecting.subset import Subset
+from ..loader.order.selecting import Subset
 from ..loader.progress import show_progress
 from ..tools.simulation.chunk_stream import ChunkStream, ListedChunks, UniformChunks
 from ..tools.simulation.settings import Machines

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ..loader.errors import ConfigError
-from ..loader.order.selecting.subset import Subset
+from ..loader.order.selecting import Subset
 from ..loader.order.state import LoaderState
 from ..storage.suggestions import did_you_mean
 from ..tools.state_file import StateFile, count_epoch, read_state_file, skip_in_state, write_state_file

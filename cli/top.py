@@ -31,7 +31,7 @@ _EVERY_S = 1.0
 _REMEMBERED = 120  # rates of a rank, one a second
 _GLANCE_S = 0.1
 _OTHER_LINES = 12  # of a view, besides its rows
-_LEAVING = "q or Ctrl-C ends this view, and the run goes on."
+_LEAVING = "q or Ctrl-C ends this view, not the run."
 _WAITING = "If it starts again, it is shown here. q or Ctrl-C ends this view."
 _PATIENCE_S = 15.0  # for ranks to notice a request, and to write their answer; or to write at all
 
@@ -156,11 +156,11 @@ def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
     ending = describe_state(read_run(path), time.time(), ago="ago") if path.is_file() else ""
     if found.stale:
         return (
-            f"No rank has told of itself for {min(found.stale.values()):.0f} s: the run was ended by force, or its "
-            f"nodes or their disk hang. {ending}"
+            f"All ranks have been silent for {min(found.stale.values()):.0f} s: the run was killed, or its nodes or "
+            f"their disk hang. {ending}"
         ).rstrip()
     if not ranks:
-        return f"No rank tells of itself here: report.status_s is off, or they write elsewhere. {ending}".rstrip()
+        return f"No rank writes its state here: report.status_s is off, or they write elsewhere. {ending}".rstrip()
     return ending or "The run has ended."
 
 

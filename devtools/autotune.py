@@ -231,16 +231,10 @@ def _tell(case: str, found: dict[str, Any]) -> None:
 
 def plot(results: Mapping[str, Any], path: Path) -> None:
     """A panel a case: samples/s over time of each tuned run, and the best by hand; below, the settings."""
-    from penstock.benchmarks.harness.plot import require_plotting
-
-    require_plotting()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from penstock.benchmarks.harness.plot import new_figure, note
 
     cases = results["cases"]
-    figure = Figure(figsize=(4.2 * len(cases), 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    rows = figure.subplots(2, len(cases), squeeze=False, sharex=True, height_ratios=(2, 1))
+    figure, rows = new_figure(4.2 * len(cases), 5.2, 2, len(cases), sharex=True, height_ratios=(2, 1))
     for column, (case, found) in enumerate(cases.items()):
         rate, threads = rows[0][column], rows[1][column]
         for number, one in enumerate(found["rounds"]):
@@ -262,9 +256,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     lines = [*rows[0][0].get_lines()[:1], *rows[0][0].get_lines()[-3:], *rows[1][0].get_lines()[:2]]
     figure.legend(handles=lines, fontsize=7, ncols=len(lines), loc="outside upper center")
     machine = results["machine"]
-    figure.supxlabel(
-        f"{machine['cores']} cores, load {machine['load_1m']:.0f}; means over 2 s", fontsize=7, color="#555555"
-    )
+    note(figure, f"{machine['cores']} cores, load {machine['load_1m']:.0f}; means over 2 s")
     figure.savefig(path, dpi=150)
 
 

@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from penstock.benchmarks.machine import describe_machine
-from penstock.loader.order.auto import auto_lanes, auto_window
 from penstock.loader.order.costs.buckets import Bucket, add_buckets, plan_epoch
 from penstock.loader.order.costs.budget import StepBudget, TokenBudget
 from penstock.loader.order.costs.costs import Cost, SampleCosts
 from penstock.loader.order.costs.forecast import count_reads, forecast_costs
-from penstock.loader.order.plan import EpochPlan, Order, Share
+from penstock.loader.order.plan import EpochPlan, Order, Share, auto_lanes, auto_window
 from penstock.loader.order.spans import EpochSpans
 
 from .arguments import make_parser
@@ -79,7 +78,7 @@ def measure(world_size: int) -> dict[str, Any]:
 
 
 def _time_planning(plan: EpochPlan, world_size: int, size: int, costs: SampleCosts | None) -> float:
-    spans = EpochSpans(plan, Share(world_size // 2, world_size, size, costs=costs))
+    spans = EpochSpans(plan, Share(world_size // 2, world_size, size, costs=(costs,)))
     spans.expand(spans.plan_span(0, 1)[0])  # the first windows
     started = time.perf_counter()
     spans.expand(spans.plan_span(size, _TIMED_STEPS)[0])

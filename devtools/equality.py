@@ -1,12 +1,14 @@
 """Compare training on ranks with one process, over all combinations of model, zero stage, ranks and accumulation.
 
-python -m devtools equality                                  # all 144, on four local ranks
+python -m devtools equality                                  # all, on up to eight local ranks
 python -m devtools equality --models lm --zero 3 --ranks 4   # some
+python -m devtools equality --layouts tp=2 tp=2,cp=2         # those whose replicas lie on several ranks
 python -m devtools equality --results benchmarks/results     # and keep what was found
 
 Each combination trains three times. In fp32 and in fp64, weights and buffers must be those of the naive loop in one
 process, but for the rounding of sums; modes of modules and generators must be equal. The third run is stopped
 half-way and resumed by a new trainer, and must end bit-equal to the unbroken one. The command fails on a difference.
+Where replicas lie on several ranks, by a layout, gradients are clipped too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import shlex
 import sys
@@ -35,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.options import build_config
+from penstock.trainer.parallel.config import open_mesh
 from penstock.trainer.ranks.world import World
 from penstock.trainer.trainer import DistributedTrainer
 
@@ -42,6 +46,11 @@ from .arguments import make_parser
 from .equality_cases import CASES, SEED, Case, Trained, copy_buffers, digest_generators, train_naively
 
 STEPS = 6
+CLIP_NORM = 0.5
+REPLICATED = ("lm", "resnet", "embeddings")
+"""Models that are trained on replicas of one rank, too."""
+
+LAYOUTS = ("", "tp=2", "cp=2", "tp=2,cp=2")
 BOUNDS = {"fp32": 2e-6, "fp64": 1e-13}
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -54,6 +63,20 @@ class Combination:
     ranks: int
     accumulate: int
     zero: int
+    layout: str = ""
+    """Ranks of a replica, by dimension: ``tp=2,cp=2``; none: one."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: int(size) for name, _, size in (one.partition("=") for one in self.layout.split(",") if one)}
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // math.prod(self.sizes.values())
+
+    @property
+    def clip_norm(self) -> float | None:
+        return CLIP_NORM if self.layout else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +95,21 @@ def compare(combination: Combination, world: World, folder: str) -> Found:
     """
     case = CASES[combination.model]
     weights, buffers, wrong = {}, {}, []
+    is_whole = "cp" not in combination.sizes
     unbroken: Trained | None = None
     for name, dtype in _DTYPES.items():
         found = _train(case, dtype, combination, world, f"{folder}/{name}", steps=(STEPS,))
         unbroken = found if name == "fp32" else unbroken
         if world.is_first:
-            expected = _naive(combination, name)
+            expected = _naive(combination, name).laid_out(found.draws)
             weights[name] = _distance([found.weights], [expected.weights])
             buffers[name] = _distance(found.buffers, expected.buffers)
             for what, distance in (("weights", weights[name]), ("buffers", buffers[name])):
                 if not distance <= BOUNDS[name]:
                     wrong.append(f"{what} differ from one process by {distance:.1e} in {name}")
-            wrong += [f"{text} differ from one process in {name}" for text in _list_other(found, expected)]
+            wrong += [
+                f"{text} differ from one process in {name}" for text in _list_other(found, expected, is_whole=is_whole)
+            ]
     resumed = _train(case, torch.float32, combination, world, f"{folder}/resumed", steps=(STEPS // 2, STEPS))
     assert unbroken is not None, "fp32 is among the formats"
     if world.is_first:
@@ -107,41 +133,52 @@ def _train(
             "seed": SEED,
             "output_dir": folder,
             "precision": {"dtype": "fp32"},
-            "parallel": {"zero": combination.zero},
-            "step": {"accumulate": combination.accumulate},
+            "parallel": _read_layout(case, combination),
+            "step": {"accumulate": combination.accumulate, "clip_norm": combination.clip_norm},
             "checkpoint": {"every_steps": until if len(steps) > 1 else 0, "background": False},
             "report": {"quiet": True},
         }
         model = case.model(dtype)
-        loader = case.loader(dtype, world.rank, world.world_size)
         config = build_config(TrainerConfig, options)
-        with DistributedTrainer(model, case.make_optimizer, loader, config, loss=case.loss, world=world) as trainer:
+        mesh = open_mesh(config.parallel, world)
+        loader = case.loader(dtype, mesh.replica, mesh.replicas, mesh)
+        with DistributedTrainer(
+            model, case.make_optimizer, loader, config, loss=case.loss, world=world, mesh=mesh
+        ) as trainer:
             trainer.train()
             generators = digest_generators()
     modes = {name: one.training for name, one in model.named_modules()}
-    own = (copy_buffers(model), modes, generators)
+    own = (copy_buffers(model), modes, generators, mesh.replica)
     everyones: list[Any] = [None] * world.world_size
     dist.all_gather_object(everyones, own)
     weights = {
         name: (one.full_tensor() if isinstance(one, DTensor) else one).detach()
         for name, one in model.named_parameters()
     }
-    return Trained(weights, *(list(parts) for parts in zip(*everyones, strict=True)))
+    buffers, modes_of, generators_of, replicas = zip(*everyones, strict=True)
+    return Trained(weights, list(buffers), list(modes_of), list(generators_of), list(replicas))
 
 
-_naive_runs: dict[tuple[str, int, int, str], Trained] = {}  # every zero stage is compared with the same
+def _read_layout(case: Case, combination: Combination) -> dict[str, Any]:
+    sizes = combination.sizes
+    more = {key: value for name in sizes for key, value in case.parallel[name].items()}
+    return {"zero": combination.zero, **sizes, **more}
+
+
+_naive_runs: dict[tuple[str, int, int, float | None, str], Trained] = {}  # every zero stage is compared with the same
 
 
 def _naive(combination: Combination, dtype: str) -> Trained:
-    key = (combination.model, combination.ranks, combination.accumulate, dtype)
+    key = (combination.model, combination.replicas, combination.accumulate, combination.clip_norm, dtype)
     if key not in _naive_runs:
         _naive_runs.clear()
         _naive_runs[key] = train_naively(
             CASES[combination.model],
             _DTYPES[dtype],
-            ranks=combination.ranks,
+            ranks=combination.replicas,
             accumulate=combination.accumulate,
             steps=STEPS,
+            clip_norm=combination.clip_norm,
         )
     return _naive_runs[key]
 
@@ -158,12 +195,13 @@ def _distance(found: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, T
     return worst
 
 
-def _list_other(found: Trained, expected: Trained) -> Iterator[str]:
+def _list_other(found: Trained, expected: Trained, *, is_whole: bool = True) -> Iterator[str]:
+    """What else differs; each part of a sequence draws numbers of its own, which one process does not."""
     for rank, (one, other) in enumerate(zip(found.modes, expected.modes, strict=True)):
         if one != other:
             yield f"rank {rank}: modes of modules"
     for rank, (states, others) in enumerate(zip(found.generators, expected.generators, strict=True)):
-        for name in states:
+        for name in states if is_whole else ():
             if states[name] != others[name]:
                 yield f"rank {rank}: {name}'s generator"
 
@@ -244,11 +282,20 @@ def _receive(combinations: Sequence[Combination], ends: Sequence[Connection]) ->
 def list_combinations(given: argparse.Namespace) -> list[Combination]:
     """All combinations that are asked for; those of one world, and of one naive run, one after another."""
     return [
-        Combination(model=model, ranks=ranks, accumulate=accumulate, zero=zero)
-        for ranks, model, accumulate, zero in itertools.product(
-            sorted(set(given.ranks)), given.models, given.accumulate, given.zero
+        one
+        for ranks, model, layout, accumulate, zero in itertools.product(
+            sorted(set(given.ranks)), given.models, given.layouts, given.accumulate, given.zero
         )
+        if can_run(one := Combination(model=model, ranks=ranks, accumulate=accumulate, zero=zero, layout=layout))
     ]
+
+
+def can_run(combination: Combination) -> bool:
+    """Return whether the ranks can be laid out so, and the model be cut so; without a layout, as asked for."""
+    if not combination.layout:
+        return combination.ranks <= 4 and combination.model in REPLICATED
+    replica = math.prod(combination.sizes.values())
+    return combination.ranks % replica == 0 and combination.sizes.keys() <= CASES[combination.model].parallel.keys()
 
 
 def write_results(path: Path, rows: Sequence[tuple[Combination, Found]], seconds: float) -> None:
@@ -275,7 +322,8 @@ def format_row(combination: Combination, found: Found) -> str:
     """One line of the table."""
     numbers = "".join(f"{found.weights[dtype]:>9.1e}{found.buffers[dtype]:>9.1e}" for dtype in _DTYPES)
     return (
-        f"{combination.model:<11}{combination.ranks:>5}{combination.accumulate:>11}{combination.zero:>5}"
+        f"{combination.model:<11}{combination.layout:<10}{combination.ranks:>5}{combination.accumulate:>11}"
+        f"{combination.zero:>5}"
         f"{numbers}  {'; '.join(found.wrong) or 'equal'}"
     )
 
@@ -284,13 +332,14 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--zero", nargs="+", type=int, choices=range(4), default=list(range(4)))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3, 4, 8])
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="NAME=RANKS,...", help="'' is one rank each")
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--results", type=Path, help="write equality.json into this folder")
     combinations = list_combinations(given := parser.parse_args())
-    print(f"{'':<32}{'fp32, largest':>18}{'fp64, largest':>18}")
+    print(f"{'':<42}{'fp32, largest':>18}{'fp64, largest':>18}")
     print(
-        f"{'model':<11}{'ranks':>5}{'accumulate':>11}{'zero':>5}{'weights':>9}{'buffers':>9}{'weights':>9}{'buffers':>9}"
+        f"{'model':<11}{'layout':<10}{'ranks':>5}{'accumulate':>11}{'zero':>5}{'weights':>9}{'buffers':>9}{'weights':>9}{'buffers':>9}"
     )
     started, rows = time.monotonic(), []
     for combination, found in run_all(combinations):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from penstock import SequenceCut
+from penstock.trainer import Llama, LlamaConfig
 from penstock.trainer.data.arrays import ArrayLoader
+from penstock.trainer.ranks.mesh import Mesh
 from penstock.trainer.reproducibility import seed_step
 
 ROWS = 46  # five global batches and a rest
 GLOBAL_BATCH = 8
 SEED = 0
 _WORDS, _LENGTH = 13, 5
+_TOKENS, _SEQUENCE = 12, 8
 _CPU = torch.device("cpu")
 
 
@@ -125,6 +129,39 @@ class Bounded(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * momentum / (1.0 + momentum.abs()))
 
 
+class Encoder(nn.Module):
+    """Two layers of attention in both directions, each token at the place that the batch says."""
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(_TOKENS, width), nn.Embedding(_SEQUENCE, width)
+        self.layers = nn.ModuleList(
+            [nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True) for _ in range(2)]
+        )
+        self.scores = nn.Linear(width, _TOKENS)
+
+    def forward(self, words: Tensor, places: Tensor) -> Tensor:
+        x = self.words(words) + self.places(places)
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.scores(x)
+        return found
+
+
+class CutLoader(ArrayLoader):
+    """Batches of which this rank computes a part of each sequence, as ``DistributedDataLoader`` cuts them."""
+
+    def __init__(self, *arguments: Any, part: int, parts: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._part, self._parts = part, parts
+
+    def _take(self, rows: Any) -> dict[str, Tensor]:
+        batch = super()._take(rows)
+        places = SequenceCut(["tokens"]).positions(_SEQUENCE, self._part, self._parts)
+        cut = {name: one[:, places] if one.ndim == 2 else one for name, one in batch.items()}
+        return cut | {"__positions__": places.repeat(len(rows), 1)}
+
+
 Batch = Mapping[str, Tensor]
 
 
@@ -137,17 +174,22 @@ class Case:
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     loss: Callable[[nn.Module, Batch], tuple[Tensor, Tensor | int]]
     last_batch: str = "partial"
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ``parallel`` beside the layout's, by the dimension that takes them; those of others cannot be cut."""
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(5)
         return self.make_model().to(dtype)
 
-    def loader(self, dtype: torch.dtype, rank: int, world_size: int) -> ArrayLoader:
+    def loader(self, dtype: torch.dtype, rank: int, world_size: int, mesh: Mesh | None = None) -> ArrayLoader:
+        """The share of one of ``world_size`` replicas; of ``mesh``, the part of sequences that this rank computes."""
         arrays = self.make_arrays(torch.Generator().manual_seed(3))
         wide = {name: one.to(dtype) if one.is_floating_point() else one for name, one in arrays.items()}
-        return ArrayLoader(
-            wide, global_batch_size=GLOBAL_BATCH, last_batch=self.last_batch, rank=rank, world_size=world_size
-        )
+        options: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH, "last_batch": self.last_batch}
+        options |= {"rank": rank, "world_size": world_size}
+        if mesh is not None and mesh.sizes.cp > 1:
+            return CutLoader(wide, part=mesh.place["cp"], parts=mesh.sizes.cp, **options)
+        return ArrayLoader(wide, **options)
 
 
 def _lose_words(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -164,6 +206,44 @@ def _lose_clicks(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     return F.binary_cross_entropy_with_logits(scores, batch["click"], reduction="sum"), len(scores)
 
 
+def _lose_tokens(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    scores, targets = model(batch["tokens"], batch["places"], batch["documents"]), batch["next"].flatten()
+    total = F.cross_entropy(scores.flatten(0, 1), targets, ignore_index=-1, reduction="sum")
+    return total, (targets >= 0).sum()
+
+
+def _lose_masked(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    scores, targets = model(batch["tokens"], batch["places"]).flatten(0, 1), batch["next"].flatten()
+    return F.cross_entropy(scores, targets, ignore_index=-1, reduction="sum"), (targets >= 0).sum()
+
+
+def _make_sequences(random: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "tokens": torch.randint(0, _TOKENS, (ROWS, _SEQUENCE), generator=random),
+        "next": torch.randint(-3, _TOKENS, (ROWS, _SEQUENCE), generator=random).clamp(min=-1),  # as uneven as can be
+        "places": torch.arange(_SEQUENCE).repeat(ROWS, 1),
+        "documents": torch.randint(0, 2, (ROWS, _SEQUENCE), generator=random).cumsum(1),
+    }
+
+
+def _make_llama(*, tied: bool) -> Llama:
+    config = LlamaConfig(
+        vocab_size=_TOKENS,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    return Llama(config)
+
+
+_ADAM: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(  # noqa: E731
+    parameters, lr=1e-2, eps=1e-3
+)
+
 CASES: dict[str, Case] = {
     "lm": Case(
         LanguageModel,
@@ -171,8 +251,9 @@ CASES: dict[str, Case] = {
             "words": torch.randint(0, _WORDS, (ROWS, _LENGTH), generator=random),
             "next": torch.randint(-1, _WORDS, (ROWS, _LENGTH), generator=random),  # -1: no target
         },
-        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
+        _ADAM,
         _lose_words,
+        parallel={"tp": {"plan": {"blocks.*.mix": "colwise_gathered", "blocks.*.out": "rowwise_of_whole"}}},
     ),
     "resnet": Case(
         ResNet,
@@ -194,20 +275,42 @@ CASES: dict[str, Case] = {
         Bounded,
         _lose_clicks,
     ),
+    "llama": Case(lambda: _make_llama(tied=True), _make_sequences, _ADAM, _lose_tokens, parallel={"tp": {}, "cp": {}}),
+    "untied": Case(
+        lambda: _make_llama(tied=False),
+        _make_sequences,
+        _ADAM,
+        _lose_tokens,
+        parallel={"tp": {"plan": {"use": "penstock.trainer.recipes.llama:plan", "args": {"loss": False}}}, "cp": {}},
+    ),
+    "encoder": Case(Encoder, _make_sequences, _ADAM, _lose_masked, parallel={"cp": {}}),
 }
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Result of a training: weights, and for each rank buffers, modules' modes and a digest of each generator."""
+    """Result of a training: weights, and for each rank buffers, modules' modes and a digest of each generator.
+
+    ``draws`` say for each rank as which replica it draws random numbers.
+    """
 
     weights: dict[str, Tensor]
     buffers: list[dict[str, Tensor]]
     modes: list[dict[str, bool]]
     generators: list[dict[str, str]]
+    draws: list[int]
+
+    def laid_out(self, replicas: Sequence[int]) -> Trained:
+        """The same for ranks of which each belongs to one of ``replicas``, as many as this has ranks."""
+        buffers, modes, generators = (
+            [each[replica] for replica in replicas] for each in (self.buffers, self.modes, self.generators)
+        )
+        return Trained(self.weights, buffers, modes, generators, list(replicas))
 
 
-def train_naively(case: Case, dtype: torch.dtype, *, ranks: int, accumulate: int, steps: int) -> Trained:
+def train_naively(
+    case: Case, dtype: torch.dtype, *, ranks: int, accumulate: int, steps: int, clip_norm: float | None = None
+) -> Trained:
     """The textbook's loop in one process, over what each of ``ranks`` would compute, one rank after another.
 
     All ranks' gradients are added up before the update. Each rank draws from generators of its own, begins a step with
@@ -238,12 +341,14 @@ def train_naively(case: Case, dtype: torch.dtype, *, ranks: int, accumulate: int
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= total
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
     weights = {name: one.detach() for name, one in model.named_parameters()}
     modes = {name: one.training for name, one in model.named_modules()}
-    return Trained(weights, [copy_buffers(model)] * ranks, [modes] * ranks, generators)
+    return Trained(weights, [copy_buffers(model)] * ranks, [modes] * ranks, generators, list(range(ranks)))
 
 
 def copy_buffers(model: nn.Module) -> dict[str, Tensor]:

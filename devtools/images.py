@@ -27,7 +27,7 @@ from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.loader import DistributedDataLoader, ImageDecoder, pack
 from penstock.loader.decoding.images import images
 from penstock.loader.limits import usable_cores
-from penstock.loader.order.randomness import DECODING, sample_rng
+from penstock.loader.order.permutation import DECODING, sample_rng
 
 from .arguments import OptionalPath, parse_config
 

@@ -19,8 +19,7 @@ import numpy as np
 from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.loader import DistributedDataLoader, Packing, TokenDocumentsFormat, TokensFormat
 from penstock.loader.packing.config import FIELDS
-from penstock.loader.packing.documents import Documents
-from penstock.loader.packing.packed import pack_documents
+from penstock.loader.packing.packed import Documents, pack_documents
 
 from .arguments import OptionalPath, parse_config
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.benchmarks.harness.plot import require_plotting
+from penstock.benchmarks.harness.plot import hide_spines, new_figure, require_plotting
 from penstock.benchmarks.machine import describe_machine
 from penstock.loader.errors import ConfigError
 
@@ -189,13 +189,8 @@ def plot_profiles(profiles: Mapping[str, Mapping[str, Mapping[str, Any]]], path:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    require_plotting()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 1.25 * len(profiles) + 0.9), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(len(profiles), 1, squeeze=False)[:, 0])
+    figure, rows = new_figure(7.2, 1.25 * len(profiles) + 0.9, len(profiles), 1)
+    panels = list(rows[:, 0])
     for axes, (case, sides) in zip(panels, profiles.items(), strict=True):
         names = list(sides)
         left = [0.0] * len(names)
@@ -210,7 +205,7 @@ def plot_profiles(profiles: Mapping[str, Mapping[str, Mapping[str, Any]]], path:
         axes.set_xlim(0, 1.28 * max(left))
         axes.invert_yaxis()
         axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
+        hide_spines(axes)
     panels[-1].set_xlabel("CPU microseconds a sample in a first pass", fontsize=8)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(STAGES), fontsize=7, frameon=False)

@@ -30,8 +30,7 @@ from penstock.benchmarks.harness.subprocesses import MeasurementError
 from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.benchmarks.stores.server import make_bucket, serve_s3
 from penstock.loader import Manifest, open_manifest, pack
-from penstock.loader.order.auto import choose_order
-from penstock.loader.order.plan import EpochPlan
+from penstock.loader.order.plan import EpochPlan, choose_order
 from penstock.storage import open_store
 from penstock.tools.simulation.chunk_stream import ListedChunks
 from penstock.tools.simulation.settings import Machines

@@ -50,9 +50,9 @@ class Config:
 def measure_start(checkout: Path, data: Path, scratch: Path) -> dict[str, float]:
     """The measurement in a process of its own, over the penstock of ``checkout``, by this checkout's script."""
     command = [sys.executable, "-P", str(_JOB), str(data), str(_SEQ_LEN)]
-    done = subprocess.run(
-        command, env=pass_environment(checkout, scratch), check=True, capture_output=True, text=True, cwd=scratch
-    )
+    environment = {**pass_environment(checkout, scratch), "PYTHONPYCACHEPREFIX": str(scratch / "bytecode")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled once
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=scratch)
     measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return measured
 

@@ -11,7 +11,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
-from penstock.loader.order.mixing import batch_ids, measure_mixing
+from penstock.loader.order.forecast import batch_ids, measure_mixing
 from penstock.loader.order.plan import EpochPlan, Order
 
 SAMPLES, BATCH, SHOWN = 4000, 64, 30

@@ -13,8 +13,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from penstock.loader.packing.config import Packing, PackingMethod
-from penstock.loader.packing.documents import Documents
-from penstock.loader.packing.packed import Packed, pack_documents
+from penstock.loader.packing.packed import Documents, Packed, pack_documents
 
 LENGTHS = [9, 21, 5, 14, 31, 7, 3, 12, 18, 6, 4]
 SEQ_LEN = 24

@@ -14,8 +14,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from penstock.loader.order.auto import auto_lanes, auto_window
-from penstock.loader.order.plan import Order
+from penstock.loader.order.plan import Order, auto_lanes, auto_window
 from penstock.tools.simulation.chunk_stream import UniformChunks
 from penstock.tools.simulation.settings import Machines
 from penstock.tools.simulation.simulate import simulate

@@ -11,8 +11,8 @@ from .data_loader import DistributedDataLoader as DistributedDataLoader
 from .dataset.build import StaleManifestWarning as StaleManifestWarning
 from .dataset.build import UnfinishedDatasetError as UnfinishedDatasetError
 from .dataset.class_names import ClassNumbersWarning as ClassNumbersWarning
-from .dataset.doubts import DoubtfulDatasetWarning as DoubtfulDatasetWarning
 from .dataset.index import open_manifest as open_manifest
+from .dataset.listing import DoubtfulDatasetWarning as DoubtfulDatasetWarning
 from .dataset.manifest import Manifest as Manifest
 from .decoding.byte_views import ByteViews as ByteViews
 from .decoding.byte_views import GatheredBytes as GatheredBytes
@@ -50,11 +50,11 @@ from .order.costs.costs import Cost as Cost
 from .order.forecast import Forecast as Forecast
 from .order.forecast import forecast as forecast
 from .order.plan import Order as Order
-from .order.selecting.subset import Subset as Subset
+from .order.selecting import Subset as Subset
 from .packing.config import Packing as Packing
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
-from .ranks.sequence_cut import SequenceCut as SequenceCut
-from .ranks.stages import FieldsByStage as FieldsByStage
+from .ranks.model_parallel import FieldsByStage as FieldsByStage
+from .ranks.model_parallel import SequenceCut as SequenceCut
 from .reading.bad.file import Quarantined as Quarantined
 from .reading.bad.quarantine import BadChunk as BadChunk
 from .reading.bad.quarantine import BadChunkWarning as BadChunkWarning

@@ -15,9 +15,9 @@ from ..storage.observability.timeline import Timeline, write_chrome_trace
 from .config.checks import LastBatch, SampleWeights, check_at_least
 from .config.foreign import refuse_foreign
 from .config.loader_config import LoaderConfig
-from .decoding.batch_options import BatchT
+from .counters import Counters
+from .decoding.row_work import BatchT
 from .errors import ConfigError
-from .metrics import Counters, LoaderMetrics
 from .ranks.attempts import tell_of_failure
 from .run.assembly import make_sampler
 from .run.batch_iterator import BatchIterator
@@ -37,16 +37,15 @@ if TYPE_CHECKING:
     from .decoding.decode import DecodeChoice, RawValues
     from .decoding.row_work import Sample
     from .formats.shard import ShardFormat
-    from .order.auto import Choice
+    from .metrics import LoaderMetrics
     from .order.costs.buckets import Bucket
     from .order.costs.budget import TokenBudget
     from .order.costs.costs import Cost
-    from .order.plan import Order
-    from .order.selecting.subset import Subset
+    from .order.plan import Choice, Order
+    from .order.selecting import Subset
     from .packing.config import Packing
+    from .ranks.model_parallel import FieldsByStage, SequenceCut
     from .ranks.naming import Attempt
-    from .ranks.sequence_cut import SequenceCut
-    from .ranks.stages import FieldsByStage
     from .reading.bad.file import Paths, Quarantined
     from .reading.bad.quarantine import BadChunk
     from .views.samples import DatasetView
@@ -120,7 +119,7 @@ class DistributedDataLoader(Generic[BatchT]):
         on_error: what a sample that cannot be read, decoded or transformed does: "stop" raises; "skip" drops it;
             "replace" delivers another one, which depends on (seed, epoch, sample id) alone.
         max_errors: how many samples of an epoch may be bad on a rank, as a number or as a share of the rank's samples
-            (by default 0.01), before it is an error; see ``bad_samples``.
+            (by default 0.01), before it is an error; see ``bad_samples``. Of a mixture: of each source's own epoch.
         max_bad_chunks: how many unreadable chunks are replaced by others before it is an error; each is reported by a
             warning and in ``bad_chunks``. None: with "stop" none, else as many as ``max_errors`` allows.
         quarantine: a folder in which each rank writes down its bad samples and chunks; by default ``audit_dir``.
@@ -186,10 +185,57 @@ class DistributedDataLoader(Generic[BatchT]):
         quarantine: str | PathLike[str] | None = None,
         avoid: Paths | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
         self._resources = Resources()
         self._finalizer = weakref.finalize(self, self._resources.abandon)
-        config = LoaderConfig(**given)
+        config = LoaderConfig(
+            source=source,
+            split=split,
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            lanes=lanes,
+            window=window,
+            piece=piece,
+            subset=subset,
+            weights=weights,
+            columns=columns,
+            decode=decode,
+            raw=raw,
+            keep=keep,
+            transform=transform,
+            may_drop=may_drop,
+            packing=packing,
+            collate=collate,
+            cost=cost,
+            bucket=bucket,
+            batch_tokens=batch_tokens,
+            last_batch=last_batch,
+            device=device,
+            threads=threads,
+            fetch_threads=fetch_threads,
+            read_ahead=read_ahead,
+            autotune=autotune,
+            processes=processes,
+            memory_limit=memory_limit,
+            cache_dir=cache_dir,
+            cache_limit=cache_limit,
+            rank=rank,
+            world_size=world_size,
+            mesh=mesh,
+            data_dims=data_dims,
+            fields_by_stage=fields_by_stage,
+            sequence_cut=sequence_cut,
+            storage_options=storage_options,
+            with_ids=with_ids,
+            format=format,
+            audit_dir=audit_dir,
+            on_error=on_error,
+            max_errors=max_errors,
+            max_bad_chunks=max_bad_chunks,
+            quarantine=quarantine,
+            avoid=avoid,
+        )
         counters = Counters()
         sources = self._resources.store = open_sources(config, counters)
         self._run = Run(config, sources, make_sampler(config, sources), self._resources, counters)
@@ -214,7 +260,7 @@ class DistributedDataLoader(Generic[BatchT]):
         of each by its name: ``dataset.sources["web"]``.
         """
         if self._view is None:
-            from .views.dataset import open_view
+            from .views.samples import open_view
 
             self._view = open_view(self._run)
         return self._view.owned_by(self)
@@ -453,7 +499,8 @@ class DistributedDataLoader(Generic[BatchT]):
     @property
     def bad_samples(self) -> list[Quarantined]:
         """The latest 1,000 samples and chunks that ``on_error`` was asked about on this rank, each once."""
-        return [] if self._run.bad is None else self._run.bad.records
+        bad = self._run.sources.bad
+        return [] if bad is None else bad.records
 
     def activity(self) -> dict[str, Any]:
         """Describe what the next batch is waiting for, for people to read; empty if one is ready or none was asked for.

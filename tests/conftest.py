@@ -6,6 +6,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import logging
 import os
 import re
 import shutil
@@ -45,7 +46,7 @@ settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES)
 settings.load_profile("penstock")
 
 # What makes a test slow: a server, ranks of its own, a kill, in the test or in a function of its file that it calls.
-# One that takes a second or more, or half a second of a core, is marked by hand. `make quick` leaves slow tests out;
+# One that takes a second, or a third of a second of a core, is marked by hand. `make quick` leaves slow tests out;
 # `make test` runs them last, two at a time, so that they do not take the cores from each other.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}
 SLOW_PARAMETERS = re.compile(r"nginx|http \(|python_url")
@@ -92,16 +93,23 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_quick = config.getoption("--hypothesis-profile") == "quick"
+    left_out = set(find_left_out(items)) if is_quick else set()
     for item in items:
         if is_quick and isinstance(item, pytest.Function):
             take_few_examples(item.function)
-        if is_slow(item):
+        if item in left_out or is_slow(item):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of the garbage collector's sight: several tests ask it to look at all there is."""
+    """Keep what was imported out of the garbage collector's sight: several tests ask it to look at all there is.
+
+    torch's loggers hand on to the root's: else pytest adds its handlers to each and removes them, six times a test.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
 
@@ -111,6 +119,33 @@ def take_few_examples(function: Any) -> None:
     own = getattr(function, "_hypothesis_internal_use_settings", None)
     if own is not None and own.max_examples > QUICK_EXAMPLES:
         function._hypothesis_internal_use_settings = settings(own, max_examples=QUICK_EXAMPLES)
+
+
+def find_left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Find the cases that `make quick` leaves out: of ``sampled(n)`` all but each n-th, of products two in three.
+
+    Of a product of parameters it takes the cases whose indices add up to a multiple of n, so that each value is in one.
+    """
+    places = {item: places_of(item) for item in items if isinstance(item, pytest.Function)}
+    sizes: dict[tuple[Path, str], list[int]] = {}
+    for item, at in places.items():
+        known = sizes.setdefault((item.path, item.originalname), [0] * len(at))
+        known[:] = [max(size, index + 1) for size, index in zip(known, at, strict=True)]
+    for item, at in places.items():
+        marker = item.get_closest_marker("sampled")
+        second = sorted(sizes[item.path, item.originalname])[-2:-1]
+        every = marker.args[0] if marker else min(3, *second) if second else 1
+        if sum(at) % every:
+            yield item
+
+
+def places_of(item: pytest.Function) -> list[int]:
+    """The indices of a case's values in the lists of its ``parametrize`` marks."""
+    if not hasattr(item, "callspec"):
+        return []
+    lists = (mark.args[0] for mark in item.iter_markers("parametrize"))
+    firsts = [names.split(",")[0].strip() if isinstance(names, str) else names[0] for names in lists]
+    return [item.callspec.indices[name] for name in firsts]
 
 
 def is_slow(item: pytest.Item) -> bool:

@@ -41,7 +41,7 @@ FLOORS = {
         {"resolve"},
     ),
     "loader": (
-        {"errors", "progress"},
+        {"counters", "errors", "progress"},
         {"metrics"},
         {"limits", "order"},
         {"columns"},
@@ -71,7 +71,8 @@ FLOORS = {
     "trainer": (
         {"computing", "errors", "stopwatch"},
         {"options", "ranks", "reproducibility"},
-        {"compression", "imports", "parallel", "watch"},
+        {"imports"},
+        {"compression", "parallel", "watch"},
         {"checkpoint", "data"},
         {"evaluation", "steps"},
         {"report", "weights"},

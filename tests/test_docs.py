@@ -244,8 +244,10 @@ def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None
 )
 def test_every_argument_has_a_row_in_its_page_with_its_default(kind: type, page: str) -> None:
     parameters = inspect.signature(kind).parameters
-    table = (ROOT / "docs" / page).read_text().partition("\n| argument | default |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| (`[^|]+) \|([^|]*)\|", table, re.MULTILINE)
+    tables = re.findall(
+        r"^\| argument \| default \|.*?\n\n", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE
+    )
+    rows = re.findall(r"^\| (`[^|]+) \|([^|]*)\|", "".join(tables), re.MULTILINE)
     defaults = {name: default.strip(" `") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
     assert set(parameters) == set(defaults)
     for name, parameter in parameters.items():

@@ -106,6 +106,7 @@ def test_a_wheel_puts_nothing_but_penstock_into_site_packages(wheel: Path) -> No
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"penstock"}
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_every_module_face_and_recipe(wheel: Path) -> None:
     files = {
         str(path.relative_to(ROOT))

@@ -186,6 +186,7 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
                 ids=to_common(record.ids, of_log, sources),
                 dropped=to_common(record.dropped, of_log, sources),
                 replaced=to_common(record.replaced, of_log, sources),
+                bad=to_common(record.bad, of_log, sources),
             )
             for record in log.records
         ]
@@ -206,6 +207,7 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
             np.concatenate([np.empty(0, np.int64), *(record.ids for record in replayed)]),
             np.concatenate([np.empty(0, np.int64), *(record.dropped for record in counted)]),
             np.concatenate([np.empty(0, np.int64), *(record.replaced for record in counted)]),
+            np.concatenate([np.empty(0, np.int64), *(record.bad for record in counted)]),
             mixtures=set(map(frozenset, lists)),
             lost=sum(count_lost(standing, by_rows=True).values()),
             skipped=sum(_length_of_union(ranges) for ranges in skips.values()),
@@ -282,7 +284,7 @@ def _account_of_dropping(
     is_packed = any(record.is_packed for record in records)  # then positions are those of sequences
     missing = members.count - unique if has_ended else lost if is_packed else reached - len(distinct(delivered))
     stray = len(ids) - int(np.count_nonzero(here))
-    bad = sum(record.bad for record in records)
+    bad = sum(len(record.bad) for record in records)
     return EpochAccount(
         epoch=epoch,
         samples=members.count,

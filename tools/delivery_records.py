@@ -44,7 +44,7 @@ class Delivered:
     dropped: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
     left: IntArray | None = None  # of an epoch's last batch, where samples may be dropped
     replaced: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of the ids, those that are bad
-    bad: int = 0
+    bad: IntArray = field(default_factory=lambda: np.empty(0, np.int64))  # of the dropped ids, those that are bad
 
     @property
     def batch(self) -> int:
@@ -119,7 +119,7 @@ def read_log(path: Path) -> Log | None:
                 )
             changed: dict[int, dict[str, Any]] = {
                 FILTER_MAGIC: {"dropped": ids},
-                BAD_MAGIC: {"bad": count},
+                BAD_MAGIC: {"bad": ids},
                 END_MAGIC: {"left": ids},
             }
             records[-1] = replace(latest, **changed[magic])

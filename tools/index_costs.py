@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from ..loader.columns import ArrayColumn, Block, BytesColumn, Column, ObjectColumn
+from ..loader.columns import ArrayColumn, Block, BytesColumn, Column, ObjectColumn, unpack_records
+from ..loader.counters import Counters
 from ..loader.dataset.cost_index import cost_key, costs_to_bytes
 from ..loader.dataset.manifest import Manifest
 from ..loader.errors import ConfigError, DatasetError
@@ -20,11 +21,9 @@ from ..loader.formats.arrow.columns import is_list, is_text
 from ..loader.formats.detect import make_format
 from ..loader.formats.schema import NULL_SUFFIX
 from ..loader.limits import usable_memory
-from ..loader.metrics import Counters
 from ..loader.order.costs.costs import LARGEST, CostValues, narrow_type
 from ..loader.progress import show_progress
 from ..loader.reading.chunk_source import ChunkSource
-from ..loader.reading.records import unpack_records
 from ..storage import open_store
 from ..storage.suggestions import did_you_mean
 from .inspect import sample_sizes

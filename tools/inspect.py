@@ -17,7 +17,7 @@ from ..loader.dataset.source import Source
 from ..loader.dataset.splits import Split
 from ..loader.decoding.images.kind import image_kind
 from ..loader.errors import ConfigError, DecodeError
-from ..loader.formats.arrow.sizes import value_sizes
+from ..loader.formats.arrow.columns import value_sizes
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
 from ..loader.reading.checksum import read_chunk

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..loader.columns import IntArray
 from ..loader.errors import ConfigError, DatasetError
-from ..loader.order.selecting.subset import Subset, blocks
+from ..loader.order.selecting import Subset, blocks
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 

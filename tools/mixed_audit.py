@@ -24,9 +24,9 @@ class SourceAccount:
     ``delivered``: rows that count; ``epochs``: epochs of the source that these are of, of which the last may have only
     begun; ``missing``: samples that did not come in an epoch that a later one followed; ``duplicated``: rows beyond the
     first of a sample in one epoch; ``replayed``: rows that were handed out again after a resume or in a pass begun
-    again; ``dropped``: samples that were dropped instead, which count for their epoch as if they had come;
-    ``replaced``: of those delivered, the samples that could not be read, in whose places others came. These count for
-    nothing else.
+    again; ``dropped``: samples that were dropped instead, which count for their epoch as if they had come, as do
+    ``bad`` ones, which could not be read, decoded or transformed; ``replaced``: of those delivered, the bad samples in
+    whose places others came. These count for nothing else.
     """
 
     name: str
@@ -38,6 +38,7 @@ class SourceAccount:
     replayed: int
     dropped: int = 0
     replaced: int = 0
+    bad: int = 0
 
     @property
     def flaws(self) -> int:
@@ -112,17 +113,19 @@ def account_mixture(
     replayed: IntArray,
     dropped: IntArray,
     replaced: IntArray,
+    bad: IntArray,
     *,
     mixtures: Collection[Collection[LoggedSource]] = (),
     lost: int,
     skipped: int,
 ) -> MixtureAccount:
-    """Count the keys that were handed out, those handed out again, those dropped, and of the first, those replaced.
+    """Count the keys that were handed out, those handed out again and those dropped.
 
+    ``replaced`` are some of the first, and ``bad`` some of the last.
     ``mixtures``: the sources that the logs' mixtures had. Two of the same data of which none had both are one that got
     another name, if it went on where it was.
     """
-    parts = zip(*(_keys_of(sources, keys) for keys in (counted, dropped, replayed, replaced)), strict=True)
+    parts = zip(*(_keys_of(sources, keys) for keys in (counted, dropped, replayed, replaced, bad)), strict=True)
     accounts: list[SourceAccount] = []
     places: defaultdict[Any, dict[int, tuple[list[LoggedSource], _Keys]]] = defaultdict(dict)
     for source, of_source in zip(sources, parts, strict=True):
@@ -152,12 +155,13 @@ def _keys_of(sources: Sequence[LoggedSource], keys: IntArray) -> list[IntArray]:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Samples of a source that were handed out, dropped, handed out again, or replaced by others."""
+    """Samples of a source that were handed out, dropped, handed out again, replaced by others, or dropped as bad."""
 
     own: IntArray
     gone: IntArray
     again: IntArray
     replaced: IntArray
+    bad: IntArray
 
     def join(self, other: _Keys) -> _Keys:
         return _Keys(*(np.concatenate([getattr(self, of.name), getattr(other, of.name)]) for of in fields(self)))
@@ -171,10 +175,11 @@ class _Keys:
             name=source.name,
             samples=source.per_epoch,
             delivered=len(self.own),
-            dropped=len(self.gone),
+            dropped=len(self.gone) - len(self.bad),
             epochs=last - first + 1 if len(epochs) else 0,
             missing=(last - first) * source.per_epoch - int(np.count_nonzero(epochs < last)),
             duplicated=len(keys) - len(unique),
             replayed=len(self.again),
             replaced=len(self.replaced),
+            bad=len(self.bad),
         )

@@ -287,7 +287,7 @@ def pack(
 
 def _note_of_classes(classes: Sequence[str], manifest: Manifest) -> tuple[str, ...]:
     is_lost = bool(classes) and manifest.classes is None
-    return (f"the names of classes are not kept, as no sample has a field {LABEL_FIELD!r}",) if is_lost else ()
+    return (f"the class names are not kept, since no sample has a field {LABEL_FIELD!r}",) if is_lost else ()
 
 
 def _cut(

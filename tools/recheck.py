@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from ..loader.columns import Block
+from ..loader.counters import Counters
 from ..loader.dataset.index import open_manifest
 from ..loader.dataset.manifest import Manifest
 from ..loader.dataset.source import Source
 from ..loader.dataset.splits import Split
 from ..loader.decoding.decode import FieldDecoders
 from ..loader.decoding.gather import gather
-from ..loader.decoding.images.first_values import ImageFields
+from ..loader.decoding.images.kind import ImageFields
 from ..loader.decoding.row_work import RowError, RowTask, RowWork
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
-from ..loader.metrics import Counters
 from ..loader.order.spans import ChunkRows
 from ..loader.progress import show_progress
 from ..loader.reading.bad.file import Paths, Quarantined, read_quarantine

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..loader.errors import ConfigError, StateMismatchError
 from ..loader.order.costs.steps import EvenSteps
-from ..loader.order.selecting.subset import Subset, blocks
+from ..loader.order.selecting import Subset, blocks
 from ..loader.order.state import LoaderState
 from ..storage.files import write_whole
 

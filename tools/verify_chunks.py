@@ -10,15 +10,15 @@ import numpy as np
 import pyarrow as pa
 
 from ..loader.columns import Block, BytesColumn, ObjectColumn
+from ..loader.counters import Counters
 from ..loader.dataset.manifest import Manifest
 from ..loader.errors import DecodeError, FormatError
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ChunkRef, ShardFormat
 from ..loader.limits import usable_memory
-from ..loader.metrics import Counters
 from ..loader.progress import show_progress
 from ..loader.reading.checksum import read_chunk
-from ..loader.reading.header_cache import HeaderCache
+from ..loader.reading.layouts import HeaderCache
 from ..storage import Store
 from ..storage.threads.daemon_pool import DaemonPool
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_STALLED if isinstance(exc, StallError) else 2
     except SystemExit as exc:
         if exc.code:
-            leave_to_launcher("a flag of the command line is refused; rank 0 has printed which")
+            leave_to_launcher("a flag of the command line was refused; see the output of rank 0")
         raise
     finally:
         close_world()  # after the handler, when the error no longer references frames that use the group

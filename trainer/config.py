@@ -175,6 +175,11 @@ class TrainerConfig:
                 f"init_from={self.init_from!r} loads a whole model, and with parallel.pp={self.parallel.pp} ranks have "
                 "stages; start with parallel.pp=1, save a checkpoint, and resume that with stages"
             )
+        if self.parallel.cp > 1 and self.compile.enabled:
+            raise TrainerConfigError(
+                f"compile.enabled=True compiles attention as it is, and parallel.cp={self.parallel.cp} has it see the "
+                "keys of other ranks; use compile.enabled=False, or leave parallel.cp out"
+            )
 
     def _check_adaptive_batch(self) -> None:
         """Refuse the options whose collectives would hang while one rank probes its memory and others wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import abc
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -85,6 +86,9 @@ def _convert(key: str, value: Any, kind: Any) -> Any:
     elif origin is tuple:
         if isinstance(value, (list, tuple)):
             return tuple(_convert(key, item, get_args(kind)[0]) for item in value)
+    elif origin in (abc.Mapping, abc.Callable):
+        if isinstance(value, origin):
+            return value
     elif kind is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
@@ -104,4 +108,6 @@ def _describe(kind: Any) -> str:
         return "|".join(_describe(k) for k in get_args(kind))
     if origin is tuple:
         return f"{_describe(get_args(kind)[0])},..."
+    if origin in (abc.Mapping, abc.Callable):
+        return "a table" if origin is abc.Mapping else "a function"
     return "none" if kind is type(None) else getattr(kind, "__name__", str(kind))

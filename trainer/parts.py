@@ -16,12 +16,12 @@ from .config import TrainerConfig
 from .data.batches import find_rows
 from .errors import TrainerConfigError
 from .parallel.activation import compile_model, recompute_activations
-from .parallel.config import ParallelConfig
 from .parallel.materialise import Initialiser
-from .parallel.model import OptimizerFactory, ParallelModel, Spread
+from .parallel.model import OptimizerFactory, ParallelModel
 from .parallel.passes import Passes, PlainPasses
 from .parallel.pipeline.passes import PipelinePasses
 from .parallel.pipeline.pipeline import Pipeline, Rows
+from .parallel.spread import ReplicaSpread
 from .ranks.mesh import Mesh
 from .run.length import effective_batch_size
 from .steps.loss import LossFunction
@@ -45,19 +45,31 @@ class Parts:
     microbatches: Microbatches
 
 
-def find_spread(parallel: ParallelConfig, model: nn.Module) -> Spread | None:
-    """What cuts the model over the ranks of each replica; None where these are single ranks.
+def find_spread(config: TrainerConfig, model: nn.Module, mesh: Mesh) -> tuple[ReplicaSpread | None, Pipeline | None]:
+    """What cuts the model over the ranks of each replica, None where these are single ranks; and its stages.
 
     Raises:
         TrainerConfigError: the model cannot be cut so.
     """
-    for key in ("tp", "cp", "ep"):
-        if getattr(parallel, key) > 1:
+    parallel = config.parallel
+    if parallel.ep > 1:
+        raise TrainerConfigError(
+            f"parallel.ep={parallel.ep} is not there yet; leave it out, and use parallel.zero=3 for a model that does "
+            "not fit"
+        )
+    for key in ("tp", "cp"):
+        if parallel.pp > 1 and getattr(parallel, key) > 1:
             raise TrainerConfigError(
-                f"parallel.{key}={getattr(parallel, key)} is not there yet; leave it out, and use parallel.zero=3 for "
-                "a model that does not fit"
+                f"parallel.pp={parallel.pp} with parallel.{key}={getattr(parallel, key)} is not there yet; leave one "
+                "of them out"
             )
-    return None
+    if not mesh.is_spread:
+        return None, None
+    pipeline = None
+    if parallel.pp > 1:
+        pipeline = Pipeline(model, parallel, mesh, Rows(count=find_rows, cut=cut_batch))
+        pipeline.check_split(config.activation.every, compiled=config.compile.enabled)
+    return ReplicaSpread(model, parallel, mesh, pipeline), pipeline
 
 
 def make_parts(
@@ -78,12 +90,7 @@ def make_parts(
     ``clock``, where there is one, measures what this rank computes.
     """
     world = mesh.world
-    spread = find_spread(config.parallel, model)
-    pipeline = None
-    if config.parallel.pp > 1:
-        pipeline = Pipeline(model, config.parallel, mesh, Rows(count=find_rows, cut=cut_batch))
-        pipeline.check_split(config.activation.every, compiled=config.compile.enabled)
-        spread = pipeline.spread
+    spread, pipeline = find_spread(config, model, mesh)
     compile_model(model, config.compile, config.parallel, world, config.activation)
     recompute_activations(model, config.activation)
     parallel = ParallelModel(
@@ -99,6 +106,8 @@ def make_parts(
         spread=spread,
         stages_of=None if pipeline is None else pipeline.stages_of(),
     )
+    if spread is not None:
+        loss = spread.watch_loss(loss)
     adopted = parallel.adopt_optimizer(optimizer)
     if pipeline is not None:
         parallel.stages = pipeline.agree_on_names(adopted)

@@ -57,7 +57,7 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device, purpose: Pu
 def tell_seed(seed: int, saved: Mapping[str, Any] | None, tell: Callable[[str], None]) -> None:
     """Tell of a seed that a checkpoint's run had otherwise."""
     if saved and saved.get("seed", seed) != seed:
-        tell(f"seed={seed}, where the checkpoint had {saved['seed']}")
+        tell(f"seed={seed}; the checkpoint had {saved['seed']}")
 
 
 class GeneratorStates:

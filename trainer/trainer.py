@@ -321,7 +321,7 @@ class DistributedTrainer:
         tell_scaling(self.config.precision, state["steps"]["scaler"], self._recorder.note)
         tell_seed(self.config.seed, state.get("random"), self._recorder.note)
         self._recorder.record("resume", {"world_size": self.world.world_size})
-        done = ", where the run was done" if is_done(self.config, self.progress) else ""
+        done = "; the run had ended there" if is_done(self.config, self.progress) else ""
         self._recorder.note(f"resumed from the checkpoint of step {step}{done}")
 
     def _name_module(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...loader.errors import ConfigError
+from ...trainer.report.pages.svg import short
 from ..contenders import OURS
 from .ratios import best_peer, ratio_to
 
@@ -26,6 +27,30 @@ def require_plotting(path: Path | None = None) -> None:
         raise ConfigError(f"{path}: plots are written as .png, .svg or .pdf, and not as {path.suffix}")
 
 
+def new_figure(width: float, height: float, rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
+    """Make a figure, in inches, and its panels, rows by columns; ``options`` are those of matplotlib's ``subplots``.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_plotting()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def note(figure: Any, text: str, size: float = 7) -> None:
+    """Write where and how a figure was measured below it."""
+    figure.supxlabel(text, fontsize=size, color="#555555")
+
+
+def hide_spines(axes: Any, *sides: str) -> None:
+    axes.spines[list(sides or ("top", "right"))].set_visible(False)
+
+
 def plot_ratios(results: Sequence[Mapping[str, Any]], path: Path, *, titles: Sequence[str] = ()) -> None:
     """Plot samples/s of every contender, one panel per result: medians as bars, each round as a point.
 
@@ -35,17 +60,11 @@ def plot_ratios(results: Sequence[Mapping[str, Any]], path: Path, *, titles: Seq
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    require_plotting()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(4.6, 3.1 * len(results) + 0.6), 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, len(results), squeeze=False)[0])
+    figure, (panels,) = new_figure(max(4.6, 3.1 * len(results) + 0.6), 4.4, 1, len(results))
     for number, (axes, result) in enumerate(zip(panels, results, strict=True)):
         title = titles[number] if number < len(titles) else Path(result["data"]["url"]).name
         _draw(axes, result, title)
-    figure.supxlabel(caption(results[0], int(22 * figure.get_figwidth())), fontsize=6.5, color="#555555")
+    note(figure, caption(results[0], int(22 * figure.get_figwidth())), 6.5)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
 
@@ -81,7 +100,7 @@ def _draw(axes: Any, result: Mapping[str, Any], title: str) -> None:
     for place, name in enumerate(names):
         rounds = [run["samples_per_s"] for run in result.get("contenders", {}).get(name, {}).get("epoch", ())]
         over = max([summary[name]["samples_per_s"], *rounds])
-        label = short_number(summary[name]["samples_per_s"])
+        label = short(summary[name]["samples_per_s"])
         axes.annotate(label, (place, over), (0, 4), textcoords="offset points", ha="center", fontsize=8)
         axes.scatter([place] * len(rounds), rounds, s=9, color="black", zorder=3, linewidths=0)
     axes.set_xticks(range(len(names)), [name.replace("mosaicml-", "mosaicml\n") for name in names], fontsize=8)
@@ -92,8 +111,7 @@ def _draw(axes: Any, result: Mapping[str, Any], title: str) -> None:
     else:
         axes.set_yticks([])
     axes.margins(y=0.18)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(side == "left" and is_wide(rates))
+    hide_spines(axes, "top", "right", *(() if is_wide(rates) else ("left",)))
     peer = best_peer(summary)
     faster = "" if peer is None else f"\n{ratio_to(summary, peer):.1f}x the best peer"
     axes.set_title(f"{title}{faster}", fontsize=10, loc="left")
@@ -101,10 +119,3 @@ def _draw(axes: Any, result: Mapping[str, Any], title: str) -> None:
     refused = [f"{name} not measured: {reason.splitlines()[0]}" for name, reason in result.get("refused", {}).items()]
     lines = [line for text in refused for line in textwrap.wrap(text, 52)[:3]]
     axes.set_xlabel("\n".join([scale, *lines]), fontsize=7, color="#555555")
-
-
-def short_number(value: float) -> str:
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
-    return f"{value:.0f}"

@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...loader import DistributedDataLoader
+from ...loader.dataset.cache import cache_home
 from ...loader.dataset.manifest import Manifest
-from ...loader.dataset.sealed_folder import cache_home
 from ...loader.errors import ConfigError
 from ...storage import NotFoundError, Store, open_store
 from ...storage.files import write_whole

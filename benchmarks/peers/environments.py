@@ -20,7 +20,7 @@ from pathlib import Path
 
 import xxhash
 
-from ...loader.dataset.sealed_folder import cache_home
+from ...loader.dataset.cache import cache_home
 from ...storage.errors import PenstockError
 from ...storage.files import lock_file, write_whole
 from .catalogue import Peer

@@ -10,8 +10,7 @@ import xxhash
 
 from penstock.loader.columns import IntArray
 from penstock.loader.dataset.manifest import Manifest
-from penstock.loader.order.plan import EpochPlan, Order, batch_bounds, count_steps
-from penstock.loader.order.share import Share
+from penstock.loader.order.plan import EpochPlan, Order, Share, batch_bounds, count_steps
 from penstock.loader.order.spans import EpochSpans
 from penstock.tools.pack import pack
 

@@ -22,7 +22,7 @@ MEMORY_BYTES = 700 << 20
 LARGE_SAMPLE_BYTES = 130_000  # a data set of 390 MB
 _MEMCG = Path("/sys/fs/cgroup/memory")
 _NOBODY = 65534
-_DAMAGED = "a warning; what is damaged is fetched again"
+_DAMAGED = "a warning; damaged entries are fetched again"
 _CACHED = {"until_epoch": 4}
 
 
@@ -164,7 +164,7 @@ def needs_cgroup() -> str:
 
 def _cache_case(name: str, fault: str, inject: Callable[[Stage], None], **more: Any) -> Case:
     given: dict[str, Any] = {
-        "sees": "nothing: what is gone is fetched again",
+        "sees": "nothing: missing entries are fetched again",
         "prepare": cached,
         "job": _CACHED,
         "usual": "none-cached",
@@ -176,22 +176,22 @@ DISK_CASES: list[Case] = [
     _cache_case("none-cached", "none, with a cache", nothing, group="none", sees=""),
     _cache_case("disk-full", "the cache's disk has 6 MB for 26 MB of data", nothing, prepare=on_own_disk("6m"),
                 sees="a warning; what does not fit is not cached", skip=needs_root),
-    _cache_case("cache-read-only", "the cache's disk becomes read-only under way", make_read_only,
+    _cache_case("cache-read-only", "the cache's disk becomes read-only", make_read_only,
                 prepare=on_own_disk("64m"), skip=needs_root,
-                sees="a warning; the cache is read, and no longer written"),
-    _cache_case("cache-corrupted", "bytes of cache entries change under way, all the time", harm_entries(flip),
+                sees="a warning; the cache is read, but no longer written"),
+    _cache_case("cache-corrupted", "bytes of cache entries change all the time", harm_entries(flip),
                 sees=_DAMAGED),
-    _cache_case("cache-truncated", "cache entries are cut under way, all the time", harm_entries(truncate),
+    _cache_case("cache-truncated", "cache entries are cut all the time", harm_entries(truncate),
                 sees=_DAMAGED),
-    _cache_case("cache-deleted", "cache entries are deleted under way, all the time", harm_entries(delete)),
-    _cache_case("cache-swapped", "cache entries take each other's place under way, all the time", harm_entries(swap),
+    _cache_case("cache-deleted", "cache entries are deleted all the time", harm_entries(delete)),
+    _cache_case("cache-swapped", "cache entries are swapped all the time", harm_entries(swap),
                 sees=_DAMAGED),
-    _cache_case("cache-gone", "the whole cache folder is deleted under way", delete_folder,
+    _cache_case("cache-gone", "the whole cache folder is deleted", delete_folder,
                 sees="a warning; the folder is made again"),
-    _cache_case("two-jobs", "two jobs on one cache, whose entries are deleted under both", start_second),
+    _cache_case("two-jobs", "two jobs on one cache whose entries are deleted", start_second),
     _cache_case("two-users", "another user's job on the same cache folder", start_other_user,
                 sees="nothing: each has its own part", skip=needs_root),
-    _cache_case("clock-forth", "Python's clock jumps an hour forth after ten batches", nothing, prepare=jump(3600.0),
+    _cache_case("clock-forth", "Python's clock jumps an hour forward after ten batches", nothing, prepare=jump(3600.0),
                 sees="nothing"),
     _cache_case("clock-back", "Python's clock jumps an hour back after ten batches", nothing, prepare=jump(-3600.0),
                 sees="nothing"),

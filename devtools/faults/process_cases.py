@@ -94,7 +94,7 @@ def one_rank_refused(stage: Stage) -> Mapping[str, Any]:
     return {"options_of_rank": {"1": {**stage.options, "endpoint": other.url}}}
 
 
-_WHAT_REMAINS = "torchrun ends the other ranks; the next start goes on from the checkpoint, on any number of ranks"
+_WHAT_REMAINS = "torchrun ends the other ranks; the next start continues from the checkpoint"
 _TOGETHER: dict[str, Any] = {"ranks": _RANKS, "torchrun": True, "job": {"meets": True}, "usual": "none-3-ranks"}
 
 
@@ -112,12 +112,12 @@ PROCESS_CASES: list[Case] = [
          sees="a pause", inject=suspend(lambda stage, draw: stage.run.pid_of(draw.randrange(stage.run.ranks))),
          **_TOGETHER),
     _killed("term-launcher", "SIGTERM of torchrun", signal_launcher(signal.SIGTERM)),
-    Case(name="kill-launcher", group="process", fault="SIGKILL of torchrun, whose ranks are then orphans",
+    Case(name="kill-launcher", group="process", fault="SIGKILL of torchrun, which orphans its ranks",
          sees="nothing: the ranks finish by themselves", inject=signal_launcher(signal.SIGKILL), **_TOGETHER),
     Case(name="stop-launcher", group="process", fault=f"SIGSTOP of torchrun, SIGCONT {STOPPED_S:.0f} s later",
          sees="nothing", inject=suspend(lambda stage, draw: stage.run.process.pid), **_TOGETHER),
     Case(name="kill-worker", group="process", fault="SIGKILL of one of 2 worker processes",
-         sees="an error that names the signal and the samples", inject=signal_worker(signal.SIGKILL),
+         sees="names the signal and the samples", inject=signal_worker(signal.SIGKILL),
          errors=("WorkerError",), job={"loader": {"processes": 2}}),
     Case(name="term-worker", group="process", fault="SIGTERM of one of 2 worker processes",
          sees="nothing: workers end with their rank", inject=signal_worker(signal.SIGTERM),
@@ -126,8 +126,8 @@ PROCESS_CASES: list[Case] = [
          fault=f"SIGSTOP of one of 2 worker processes, SIGCONT {STOPPED_S:.0f} s later",
          sees="a pause; `loader.activity()` names the process (a `WorkerError` after 60 s)",
          inject=suspend(pick_worker), job={"loader": {"processes": 2}}),
-    Case(name="one-rank-refused", group="process", fault="403 for good for one of 3 ranks, which do not meet",
-         sees="an error on all ranks in seconds, each with the rank that failed first, the shard and the reason",
+    Case(name="one-rank-refused", group="process", fault="403 for good for one of 3 ranks, without collectives",
+         sees="on all ranks in seconds, with the rank that failed first, the shard and the reason",
          prepare=one_rank_refused, inject=nothing, ranks=_RANKS, torchrun=True,
          job={"group": True, "until_epoch": 30}, errors=("AccessDeniedError",), names="access denied", reaches_all=True,
          then_ranks=2, error_s=10),

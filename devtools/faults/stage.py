@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.loader.order.sealed import unseal
+from penstock.loader.order.state import unseal
 from penstock.storage.errors import PenstockError
 
 from .account import Attempt, Line, Position

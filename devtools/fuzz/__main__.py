@@ -1,15 +1,16 @@
 """Feeds damaged and made-up bytes to every parser, and fails where one crashes, hangs, allocates too much or raises
 what is no error of ours.
 
-Three engines make the bytes: "mutate" damages valid inputs by a seeded generator, "structured" has hypothesis make up
-JSON, patterns and manifests, and "cover" has atheris look for inputs that reach new lines (where it is installed: `pip
-install atheris`). Each case runs in a child within limits of time and memory; what kills the child is found too.
+atheris (`pip install 'penstock[fuzz]'`) makes the bytes, led by the lines of the parsers that they reach: with "cover"
+it damages valid inputs, with "structured" hypothesis makes JSON, patterns and manifests of its bytes. Cases run in a
+child within limits of time and memory; what kills the child is found too.
 
 python -m devtools fuzz --minutes 10 --only parquet arrow-file --keep tests/devtools/fuzz_cases
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 import sys
@@ -21,10 +22,8 @@ from typing import Any
 from penstock.benchmarks.machine import describe_machine, list_versions
 
 from ..arguments import make_parser
-from .child import ENGINES
+from .engines import ENGINES, Outcome, engines_of, fault_of, run_engine, shrink_finding
 from .limits import CASE_CPU_S, MEMORY_BYTES, name_of_case
-from .shrink import fault_of, shrink_finding
-from .supervise import Outcome, engines_of, run_engine
 from .targets import TARGETS
 
 
@@ -42,6 +41,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.replay:
         return replay(Path(options.replay))
+    if importlib.util.find_spec("atheris") is None:
+        parser.error("fuzzing needs atheris: pip install 'penstock[fuzz]'")
     rows: list[dict[str, Any]] = []
     for name in options.only:
         outcomes = []

@@ -6,8 +6,8 @@ import contextlib
 
 import numpy as np
 
-from penstock.loader.decoding.collate import collate_values
 from penstock.loader.decoding.decode import field_decoder
+from penstock.loader.decoding.row_job import collate_values
 from penstock.loader.errors import DecodeError
 
 

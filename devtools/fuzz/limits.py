@@ -25,11 +25,13 @@ _ROOT = str(Path(__file__).parents[2])
 _OWN = str(Path(__file__).parent)
 
 
-def limit_process(log: IO[str]) -> None:
+def limit_process(log: IO[str] | None = None) -> None:
     """Bound this process's memory from now on; have crashes and time-outs write a traceback to ``log``."""
     limit_memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
+    if log is None:
+        return
     faulthandler.enable(log, all_threads=False)
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)

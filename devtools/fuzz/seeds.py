@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from penstock.loader.order.selecting.subset import Subset
+from penstock.loader.order.selecting import Subset
 from penstock.loader.pipeline.delivery_log import MAGIC, SKIP_MAGIC
 
 ROWS = 12

@@ -15,7 +15,7 @@ from .targets import any_manifest, any_state
 
 @functools.cache
 def strategies() -> dict[str, Any]:
-    """Make a hypothesis strategy of bytes for each target that has a grammar. Raises ImportError without hypothesis."""
+    """Make a hypothesis strategy of bytes for each target that has a grammar."""
     from hypothesis import strategies as st
 
     words = ["type", "int64", "columns", "fields", "nulls", "x", "a", "str", "int", "uint8", "ndarray", "jpeg"]

@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.loader.counters import Counters
 from penstock.loader.dataset.build import assemble, index_one, prepare_index
+from penstock.loader.dataset.listing import expand_braces, is_glob, match_glob
 from penstock.loader.dataset.manifest import Manifest
-from penstock.loader.dataset.patterns import expand_braces, is_glob, match_glob
 from penstock.loader.dataset.source import Selection
-from penstock.loader.decoding.collate import collate_values
 from penstock.loader.decoding.decode import FieldDecoders, field_decoder
 from penstock.loader.decoding.gather import gather
-from penstock.loader.decoding.row_errors import explain_row_error
+from penstock.loader.decoding.row_job import collate_values
 from penstock.loader.decoding.row_work import RowError, RowTask, RowWork
+from penstock.loader.decoding.rows import explain_row_error
 from penstock.loader.errors import DecodeError
 from penstock.loader.formats.arrow.ipc import ArrowFormat
 from penstock.loader.formats.arrow.parquet import ParquetFormat
@@ -32,9 +33,8 @@ from penstock.loader.formats.mds import MdsFormat
 from penstock.loader.formats.shard import ShardFormat
 from penstock.loader.formats.tar.format import TarFormat
 from penstock.loader.formats.tokens import TokensFormat
-from penstock.loader.metrics import Counters
 from penstock.loader.order.plan import EpochPlan
-from penstock.loader.order.selecting.subset import Subset
+from penstock.loader.order.selecting import Subset
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.order.state import LoaderState
 from penstock.loader.reading.chunk_source import ChunkSource
@@ -44,8 +44,9 @@ from penstock.tools.audit import audit
 
 from . import seeds
 from .images import run_image, run_region
-from .mutation import Repair
 
+# Mends the checksums of an input, in place.
+Repair = Callable[[bytearray], None]
 # So small that a shard of some hundred bytes has several chunks.
 _CHUNK_BYTES = 1024
 _CHUNKS = 64

@@ -23,8 +23,8 @@ from penstock.benchmarks.harness.job import Job
 from penstock.benchmarks.harness.layout import find_layout
 from penstock.benchmarks.harness.prepare import prepare_peers
 from penstock.benchmarks.harness.subprocesses import MeasurementError, run_module
+from penstock.loader.dataset.cache import cache_home
 from penstock.loader.dataset.index import open_manifest
-from penstock.loader.dataset.sealed_folder import cache_home
 from penstock.loader.limits import usable_cores
 
 from .decoding import Decoding

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..decoding.decode import WIDENED
-from ..decoding.gather import gather
-from ..decoding.late.bytes import LateBytes
-from ..decoding.late.rows import MOST_TOGETHER, TOGETHER_BYTES, WideRows
+from ..decoding.gather import LateBytes, gather
 from ..decoding.mixed_batch import LateJob, MixedBatch
-from ..decoding.rows import Rows
+from ..decoding.rows import MOST_TOGETHER, TOGETHER_BYTES, Rows, WideRows
 
 if TYPE_CHECKING:
     from ..columns import AnyArray, Block, IntArray
@@ -149,10 +147,14 @@ class RowKinds:
                 parts[number].append((steps[number][0].where[kind], LateJob(job)))
             futures += [] if copied is None else [copied]
         by_samples = any(maker.options.transform is not None for maker in self._makers)
-        return [
-            MixedBatch(self._maker, part, rows.ids, num_rows, num_valid, by_samples=by_samples)
-            for part, (rows, num_rows, num_valid) in zip(parts, steps, strict=True)
-        ], futures
+        mixed: list[UnfinishedBatch] = []
+        for part, (rows, num_rows, num_valid) in zip(parts, steps, strict=True):
+            ids, planned = rows.ids, rows.planned
+            planned = ids if planned is None and self._maker.replacer is not None else planned
+            mixed.append(
+                MixedBatch(self._maker, part, ids, num_rows, num_valid, by_samples=by_samples, planned=planned)
+            )
+        return mixed, futures
 
     def count_bytes(self, rows: AnyRows) -> int:
         """Count the bytes of rows and of their values once decoded."""

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..columns import Block, IntArray
+from ..columns import Block
 from ..order.spans import ChunkRows, Span, SpanPlanner
 from ..pipeline.assembler import (
     MOST_AT_ONCE,
+    Delivery,
     Equipment,
     Start,
     cut_step,
+    gather_apart,
     hand_over,
     pick_uses,
     steps_at_once,
     time_assembly,
 )
-from ..pipeline.delivery_queue import Delivery
+from ..pipeline.delivery_log import to_keys
 from ..pipeline.tuning import mean_row_bytes
 from .kind_rows import AnyRows, RowKinds
 from .look_ahead import Ahead, LookAhead
@@ -105,17 +107,10 @@ class SpanAssembler:
             self._release_copied(_Copying(span))
             end = int(span.bounds[-1])
             return self._equipment.deliver(Delivery.end_of(span.epoch, end, end))
-        rows: AnyRows | None = None
-        apart: list[Span] = []
-        try:
-            with time_assembly(self._counters, spans=1):
-                rows = self._gather(span)
-        except Exception:
-            apart = span.apart()
-            if len(apart) == 1 or self._equipment.stopping.is_set():
-                raise
-        if rows is None:  # the batches before the one that needs what failed are delivered
-            return all(self._assemble(part) for part in apart)
+        apart = gather_apart(span, self._gather, Span.apart, self._equipment.stopping)
+        return all(self._hand_out(part, rows) for part, rows in apart)
+
+    def _hand_out(self, span: Span, rows: AnyRows) -> bool:
         may_wait = self._sources.is_local and self._equipment.options.has_spare
         self._stay_in_chunks = may_wait and self._rows.stay_in_chunks(rows)
         copying, keeps_chunks = _Copying(span), self._rows.keeps_chunks(rows)
@@ -131,22 +126,24 @@ class SpanAssembler:
         return is_delivered
 
     def _gather(self, span: Span) -> AnyRows:
-        groups = {group.chunk: group for group in self._planner.expand(span)}
-        self._gathering, self._next_uses = span, None
-        leases = self._equipment.leases
-        return self._rows.gather(
-            span,
-            self._take(span, groups),
-            None if leases is None else leases.lend,
-            self._equipment.maker.memory if self._is_late else None,
-        )
+        with time_assembly(self._counters, spans=1):
+            groups = {group.chunk: group for group in self._planner.expand(span)}
+            self._gathering, self._next_uses = span, None
+            leases = self._equipment.leases
+            return self._rows.gather(
+                span,
+                self._take(span, groups),
+                None if leases is None else leases.lend,
+                self._equipment.maker.memory if self._is_late else None,
+            )
 
     def _take(self, span: Span, groups: dict[int, ChunkRows]) -> Iterator[tuple[ChunkRows, Block]]:
         for chunk, loaded in self._reader.take([*groups]):
             if isinstance(loaded, Block):
                 yield groups[chunk], loaded
             else:
-                yield self._quarantine.replace(groups[chunk], loaded, span.epoch)
+                epochs = span.of_rows(np.array([part.epoch for part in span.parts]))
+                yield self._quarantine.replace(groups[chunk], loaded, epochs[groups[chunk].targets])
 
     def _release_copied(self, last: _Copying) -> None:
         """Release the chunks of spans whose rows are copied; ``last`` is the one that was assembled last.
@@ -167,7 +164,10 @@ class SpanAssembler:
         copying.copies.extend(copied)
         for step, (batch_rows, _, num_valid), pending in zip(steps, parts, batches, strict=True):
             planned = batch_rows.ids if batch_rows.planned is None else batch_rows.planned
-            logged, replaced = self._log_entries(batch_rows, num_valid) if self._sources.is_mixed else (None, None)
+            logged = None
+            if self._sources.is_mixed:
+                assert batch_rows.epochs is not None
+                logged = to_keys(planned[:num_valid], batch_rows.epochs[:num_valid])
             item = Delivery(
                 epoch=span.epoch,
                 start=int(span.bounds[step]),
@@ -176,24 +176,11 @@ class SpanAssembler:
                 nbytes=self._rows.count_bytes(batch_rows),
                 batch=pending,
                 logged=logged,
-                replaced=replaced,
             )
             if not hand_over(self._equipment, item, started):
                 return False
             started = time.perf_counter()
         return True
-
-    def _log_entries(self, rows: AnyRows, num_valid: int) -> tuple[IntArray, IntArray | None]:
-        """Make the log entries of a mixture's rows that count, and pairs of replaced rows and their substitutes."""
-        from ..pipeline.delivery_log import to_keys
-
-        epochs, planned = rows.epochs, rows.planned
-        assert epochs is not None
-        if planned is None:
-            return to_keys(rows.ids[:num_valid], epochs[:num_valid]), None
-        logged = to_keys(planned[:num_valid], epochs[:num_valid])
-        pairs = np.stack([logged, to_keys(rows.ids[:num_valid], epochs[:num_valid])], axis=1)
-        return logged, pairs[pairs[:, 0] != pairs[:, 1]]
 
     def next_use(self, chunks: Sequence[int]) -> dict[int, int]:
         """Estimate the next uses of resident chunks, after the current span, in positions of its epoch."""

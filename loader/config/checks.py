@@ -17,9 +17,7 @@ from ..errors import ConfigError, PartitionError
 from ..formats.schema import refuse_missing
 from ..limits import parse_bytes
 from ..order.plan import Share
-from ..order.selecting.selection import Selection
-from ..order.selecting.subset import Subset
-from ..order.selecting.weights import Weights
+from ..order.selecting import Selection, Subset, Weights
 from ..ranks.detect import find_rank, find_rank_in_mesh
 
 if TYPE_CHECKING:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..order.costs.buckets import Bucket
+from ..order.costs.budget import StepBudget, TokenBudget
+from ..order.costs.costs import Cost
 
 if TYPE_CHECKING:
-    from ..dataset.manifest import Manifest
-    from ..order.costs.buckets import Bucket
-    from ..order.costs.budget import TokenBudget
-    from ..order.costs.costs import Cost, SampleCosts
+    from ..order.costs.costs import SampleCosts
     from ..order.plan import Share
+
+    OpenIndex = Callable[[Cost], Sequence[SampleCosts]]  # reads the index beside the manifest of each source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,6 @@ class CostArguments:
     ) -> CostArguments:
         if cost is None and bucket is None and batch_tokens is None:
             return CostArguments(cost=None, bucket=None, budget=None)
-        from ..order.costs.buckets import Bucket
-        from ..order.costs.budget import TokenBudget
-        from ..order.costs.costs import Cost
-
         if batch_tokens is not None and batch_sizes != (None, None):
             batch_size, global_batch_size = batch_sizes
             raise ConfigError(
@@ -70,30 +66,21 @@ class CostArguments:
             budget=budget,
         )
 
-    def open(
-        self,
-        manifest: Manifest,
-        share: Share,
-        *,
-        storage_options: Mapping[str, Any] | None,
-        cache_dir: str | os.PathLike[str] | None,
-    ) -> tuple[Share, SampleCosts | None]:
-        """Read the indexes beside the manifest: return the share with its costs, and the costs to bucket by.
+    def add_to(self, share: Share, opened: OpenIndex) -> Share:
+        """Have a share be cut by costs, or made of batches within the budget, as it is asked for.
 
         Raises:
             DatasetError: an index is missing or damaged; says what to run.
             PartitionError: the budget does not hold the longest sample.
         """
-        if self.cost is None and self.budget is None and self.bucket is None:
-            return share, None
-        from ..dataset.cost_index import open_costs
-        from ..order.costs.budget import StepBudget
-        from ..order.costs.costs import Cost
-
-        opened = partial(open_costs, manifest, storage_options=storage_options, cache_dir=cache_dir)
         if self.cost is not None:
             share = replace(share, costs=opened(self.cost))
         if self.budget is not None:
-            budget = StepBudget.of(self.budget, opened(Cost(index=self.budget.index)), share.world_size)
+            [costs] = opened(Cost(index=self.budget.index))
+            budget = StepBudget.of(self.budget, costs, share.world_size)
             share = replace(share, budget=budget, global_batch_size=budget.usual_rows)
-        return share, None if self.bucket is None else opened(Cost(index=self.bucket.index))
+        return share
+
+    def open_bucket(self, opened: OpenIndex) -> Sequence[SampleCosts] | None:
+        """Get the costs of each source to bucket by, None where that is not asked for. Raises DatasetError."""
+        return None if self.bucket is None else opened(Cost(index=self.bucket.index))

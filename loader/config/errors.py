@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -18,10 +18,9 @@ from .checks import check_at_least
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
-    from ..decoding.replace import Replacer
-    from ..decoding.row_work import RowWork
+    from ..decoding.replace import Substitutes
     from ..order.plan import Share
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..reading.bad.file import Paths
     from ..reading.bad.samples import BadSamples
     from ..reading.chunk_source import ChunkSource
@@ -59,6 +58,7 @@ class ErrorArguments:
         by_stage: bool,
         has_budget: bool,
         audit_dir: str | os.PathLike[str] | None,
+        is_mixture: bool = False,
     ) -> ErrorArguments:
         if on_error not in get_args(OnError):
             raise ConfigError(unknown_choice("on_error", on_error, get_args(OnError)))
@@ -105,7 +105,7 @@ class ErrorArguments:
                 f"avoid={avoid!r}: give a folder or file that an earlier run wrote (its quarantine=), or a list of them"
             )
         quarantine = audit_dir if quarantine is None else quarantine
-        if avoid is not None and quarantine is not None and _holds(quarantine, avoid):
+        if avoid is not None and quarantine is not None and _holds(quarantine, avoid, depth=2 if is_mixture else 1):
             raise ConfigError(
                 f"avoid={avoid!r} is where this run writes what is bad (quarantine= or audit_dir=): a rank that starts "
                 "later would avoid more than the first; copy the files elsewhere, or give another quarantine="
@@ -123,19 +123,22 @@ class ErrorArguments:
         """Return whether the run continues after a bad sample."""
         return self.on_error != "stop"
 
-    def open(self, manifest: Manifest, share: Share, selection: Selection | None) -> ErrorPolicy:
-        """Choose the policy for this data set."""
+    def open(
+        self, manifest: Manifest, share: Share, selection: Selection | None, source: str | None = None
+    ) -> ErrorPolicy:
+        """Choose the policy for this data set; ``source`` is its name in a mixture."""
         if not self.goes_on:
             return ErrorPolicy(self, manifest, selection, None)
         from ..reading.bad.file import QuarantineFile, read_quarantine
         from ..reading.bad.samples import BadSamples, Limit
 
-        entries = [] if self.avoid is None else read_quarantine(self.avoid, manifest)
+        others: set[str] | None = None if source is None else set()
+        entries = [] if self.avoid is None else read_quarantine(self.avoid, manifest, others=others)
         chunks = [entry.id for entry in entries if entry.kind == "chunk"]
         ordinals = np.searchsorted(manifest.first_ids, np.array(chunks, np.int64), side="right") - 1
         file = None
         if self.quarantine is not None:
-            file = QuarantineFile(self.quarantine, share.rank, manifest.fingerprint)
+            file = QuarantineFile(self.quarantine, share.rank, manifest.fingerprint, source)
         count = manifest.num_samples if selection is None else selection.num_samples
         limit, shown = self.max_errors, f"max_errors={self.max_errors}"
         if isinstance(limit, float):
@@ -145,15 +148,29 @@ class ErrorArguments:
             self,
             manifest,
             selection,
-            BadSamples(manifest, Limit(limit, shown), file, _DONE[self.on_error]),
+            BadSamples(manifest, Limit(limit, shown), file, _DONE[self.on_error], source),
             frozenset(entry.id for entry in entries if entry.kind == "sample"),
             frozenset(ordinals.tolist()),
+            frozenset(others or ()),
         )
+
+    def check_avoided(self, policies: Sequence[ErrorPolicy]) -> None:
+        """Raise ConfigError where ``avoid`` names samples of a data set that is none of a mixture's."""
+        known = {policy.manifest.fingerprint for policy in policies}
+        strange = {other for policy in policies for other in policy.others} - known
+        if strange:
+            raise ConfigError(
+                f"avoid={self.avoid!r}: some lines are of a data set that is none of the mixture's, or of one whose "
+                f"index has changed since (fingerprint {min(strange)}); leave out their file"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorPolicy:
-    """The policy for bad samples of one data set: ``avoided`` ids and ``avoided_chunks`` are bad untried."""
+    """The policy for bad samples of one data set: ``avoided`` ids and ``avoided_chunks`` are bad untried.
+
+    ``others``: the fingerprints of other data sets that the files to avoid name.
+    """
 
     arguments: ErrorArguments
     manifest: Manifest
@@ -161,16 +178,16 @@ class ErrorPolicy:
     bad: BadSamples | None
     avoided: frozenset[int] = frozenset()
     avoided_chunks: frozenset[int] = frozenset()
+    others: frozenset[str] = frozenset()
 
-    def replacer(self, chunks: ChunkSource, work: RowWork, *, counts: bool = True) -> Replacer | None:
-        """Make the replacer of bad samples, None if none are replaced. Without ``counts`` it records nothing."""
-        if self.bad is None or self.arguments.on_error != "replace":
-            return None
-        from ..decoding.replace import Replacer
+    def substitutes(self, chunks: ChunkSource, first_id: int, *, counts: bool = True) -> Substitutes:
+        """Make the reader of what replaces bad samples, by ``chunks``. Without ``counts`` it records nothing."""
+        from ..decoding.replace import Substitutes
         from ..reading.bad.samples import BadSamples, Limit
 
+        assert self.bad is not None
         bad = self.bad if counts else BadSamples(self.manifest, Limit(self.manifest.num_samples, ""), None, "replaced")
-        return Replacer(chunks, work, bad, self.selection)
+        return Substitutes(chunks, bad, self.selection, self.avoided, first_id)
 
 
 def _check_limit(value: object) -> int | float:
@@ -189,7 +206,7 @@ def _are_paths(value: object) -> bool:
     return all(isinstance(path, str | os.PathLike) for path in paths)
 
 
-def _holds(folder: str | os.PathLike[str], paths: Paths) -> bool:
+def _holds(folder: str | os.PathLike[str], paths: Paths, *, depth: int) -> bool:
     given = [Path(in_home(path)).resolve() for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     place = Path(in_home(folder)).resolve()
-    return any(place in (path, path.parent) for path in given)
+    return any(place in (path, *list(path.parents)[:depth]) for path in given)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from ..ranks.sequence_cut import PlacedCut, SequenceCut
-from ..ranks.stages import FieldsByStage, StageFields
+from ..ranks.model_parallel import FieldsByStage, PlacedCut, SequenceCut, StageFields
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..decoding.batch_options import BatchOptions
 from ..decoding.decode import DecodeChoice, RawValues, check_decode, decodes_on_device
+from ..decoding.row_work import BatchOptions
 from ..errors import ConfigError
 from .checks import (
     LastBatch,
@@ -39,27 +39,22 @@ if TYPE_CHECKING:
     from ..decoding.images import device_codec
     from ..decoding.row_work import Sample
     from ..formats.shard import ShardFormat
-    from ..order.auto import Choice
     from ..order.costs.buckets import Bucket
     from ..order.costs.budget import TokenBudget
     from ..order.costs.costs import Cost
-    from ..order.plan import Share
-    from ..order.selecting.subset import Subset
+    from ..order.plan import Choice, Share
+    from ..order.selecting import Subset
     from ..packing.config import Packing
     from ..packing.packer import Packer
     from ..pipeline.tuning import TuningChoice
-    from ..ranks.sequence_cut import SequenceCut
-    from ..ranks.stages import FieldsByStage
+    from ..ranks.model_parallel import FieldsByStage, SequenceCut
     from ..reading.bad.file import Paths
     from .keep import KeepChoice
 
 # Arguments that a mixture cannot have as a whole, and what to do instead.
 _OF_ONE_DATA_SET = {
-    "weights": "the weights of sources are in the Mixture; weights of single samples are for a loader of one data set",
-    "cost": "costs are indexed for one data set; global batches of a mixture are cut by the number of samples",
-    "bucket": "costs are indexed for one data set; the order of a mixture's sources is not bucketed",
+    "weights": "the weights of sources are in the Mixture, and those of a source's samples in Source(weights=)",
     "batch_tokens": "the weights of a mixture count samples; give batch_size= or global_batch_size=",
-    "on_error": "bad samples of a mixture are neither replaced nor skipped yet; max_bad_chunks= replaces its chunks",
 }
 
 
@@ -160,7 +155,9 @@ class LoaderConfig:
             self._refuse_whole()
         check_shuffle(self.shuffle)
         check_order(lanes=self.lanes, window=self.window, piece=self.piece)
-        is_weighted, is_audited = self.weights is not None, self.audit_dir is not None
+        is_audited, is_weighted = self.audit_dir is not None, self.weights is not None
+        if isinstance(self.source, Mixture):
+            is_weighted = any(source.weights is not None for _, source in self.source.leaves())
         check_selection(shuffle=self.shuffle, is_weighted=is_weighted, is_audited=is_audited)
         check_last_batch(self.last_batch)
         sizes = self.batch_size, self.global_batch_size
@@ -183,7 +180,7 @@ class LoaderConfig:
         )
         self._set(sources=self._read_sources())
         if not self.is_mixture:
-            self._set(reshapings=(self._read_reshaping(),))
+            self._set(reshapings=(self._read_reshaping(self.sources[0], {}),))
         self._set(
             errors=ErrorArguments.read(
                 self.on_error,
@@ -196,6 +193,7 @@ class LoaderConfig:
                 by_stage=self.fields_by_stage is not None,
                 has_budget=self.costs.budget is not None,
                 audit_dir=self.audit_dir,
+                is_mixture=self.is_mixture,
             )
         )
         asked_processes = 0 if self.processes == "auto" else self.processes
@@ -224,7 +222,7 @@ class LoaderConfig:
         self._set(cache_bytes=parse_cache_limit(self.cache_dir, self.cache_limit))
         if self.is_mixture:  # errors of one source come after those of the loader
             packers: dict[int, Packer] = {}
-            self._set(reshapings=tuple(_read_reshaping(each, packers) for each in self.sources))
+            self._set(reshapings=tuple(self._read_reshaping(each, packers) for each in self.sources))
 
     def _set(self, **derived: Any) -> None:
         for name, value in derived.items():
@@ -253,7 +251,7 @@ class LoaderConfig:
     def _refuse_whole(self) -> None:
         for name, cure in _OF_ONE_DATA_SET.items():
             value = getattr(self, name)
-            if value is not None and (name, value) != ("on_error", "stop"):
+            if value is not None:
                 raise ConfigError(f"{name}= with a Mixture: {cure}")
 
     def _make_share(self) -> Share:
@@ -275,13 +273,29 @@ class LoaderConfig:
         if self.split is not None:
             filled = [(name, replace(source, split=source.split or self.split)) for name, source in filled]
         return tuple(
-            AskedSource(name=name, given=source, subset=source.subset or self.subset) for name, source in filled
+            AskedSource(name=name, given=source, subset=source.subset or self.subset, weights=source.weights)
+            for name, source in filled
         )
 
-    def _read_reshaping(self) -> Reshaping | None:
-        """Read the arguments for dropping and packing in a data set that is read alone."""
-        of = self.keep, self.may_drop, self.transform, self.packing, self.costs, self.on_error
-        return Reshaping.of(*of)
+    def _read_reshaping(self, asked: AskedSource, packers: dict[int, Packer]) -> Reshaping | None:
+        """Read a source's arguments for dropping and packing. Equal settings share a packer and its tokenizer."""
+
+        def open_packer(packing: Packing) -> Packer:
+            from ..packing.packer import Packer
+
+            if id(packing) not in packers:
+                packers[id(packing)] = Packer.open(packing)
+            return packers[id(packing)]
+
+        of = asked.given
+        try:
+            return Reshaping.of(
+                of.keep, of.may_drop, of.transform, of.packing, self.costs, self.on_error, open_packer=open_packer
+            )
+        except Exception as exc:
+            if asked.name:
+                exc.add_note(f"in the source {asked.name!r} of the mixture")
+            raise
 
     def _resolve_device(self) -> torch.device | None:
         if self.device is None or str(self.device) == "cpu":
@@ -313,20 +327,3 @@ class LoaderConfig:
         from ..decoding.images import device_codec
 
         return device_codec.open_codec(self.cuda)
-
-
-def _read_reshaping(asked: AskedSource, packers: dict[int, Packer]) -> Reshaping | None:
-    """Read a mixture source's arguments for dropping and packing. Equal settings share a packer and its tokenizer."""
-    from ..packing.packer import Packer
-
-    def open_packer(packing: Packing) -> Packer:
-        if id(packing) not in packers:
-            packers[id(packing)] = Packer.open(packing)
-        return packers[id(packing)]
-
-    source = asked.given
-    try:
-        return Reshaping.of(source.keep, source.may_drop, source.transform, source.packing, open_packer=open_packer)
-    except Exception as exc:
-        exc.add_note(f"in the source {asked.name!r} of the mixture")
-        raise

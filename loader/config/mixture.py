@@ -12,7 +12,7 @@ import numpy as np
 
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
-from ..order.selecting.subset import Subset
+from ..order.selecting import Subset
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from ..decoding.decode import DecodeChoice
     from ..decoding.row_work import Sample
     from ..formats.shard import ShardFormat
-    from ..order.mixtures.mixture import Stop, WeightChange
+    from ..order.mixture import Stop, WeightChange
     from ..packing.config import Packing
+    from .checks import SampleWeights
     from .keep import KeepChoice
 
 
@@ -52,6 +53,8 @@ class Source:
         packing: how its documents are packed, as the loader's; None to leave them as they are. Documents of several
             sources are not packed together, and shares count sequences.
         split, subset: the part of it that is read, as the loader's.
+        weights: draw its samples with replacement, in proportion to these, as the loader's of one data set. ``weight``,
+            its share of the mixture, stays what it is.
     """
 
     url: str | PathLike[str] | Sequence[str | PathLike[str]] | Manifest
@@ -67,6 +70,7 @@ class Source:
     storage_options: Mapping[str, Any] | None = _INHERITED
     split: Split | None = None
     subset: Subset | None = None
+    weights: SampleWeights | None = None
 
     def __post_init__(self) -> None:
         if self.subset is not None and not isinstance(self.subset, Subset):
@@ -113,12 +117,10 @@ class Mixture:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        from ..order.mixtures.mixture import Stop
-
         if not isinstance(self.sources, Mapping) or not self.sources:
             raise ConfigError(f"Mixture({self.sources!r}): give a mapping from at least one name or URL to its weight")
-        if self.stop is not None and self.stop not in get_args(Stop):
-            raise ConfigError(unknown_choice("stop", self.stop, get_args(Stop)))
+        if self.stop is not None and self.stop not in get_args(_mixing().Stop):
+            raise ConfigError(unknown_choice("stop", self.stop, get_args(_mixing().Stop)))
         if not isinstance(self.stratified, bool):
             raise ConfigError(f"stratified={self.stratified!r}: must be True or False")
         check_weight("Mixture(weight=)", self.weight)
@@ -178,10 +180,8 @@ class Mixture:
 
     def changes(self) -> tuple[WeightChange, ...]:
         """List the weights of all sources from each position on at which some change, from 0 on."""
-        from ..order.mixtures.mixture import WeightChange
-
         positions = sorted({0, *self._positions()})
-        return tuple(WeightChange(position, tuple(self._weights_at(position))) for position in positions)
+        return tuple(_mixing().WeightChange(position, tuple(self._weights_at(position))) for position in positions)
 
     def _positions(self) -> Iterator[int]:
         yield from map(int, self.schedule)
@@ -203,6 +203,13 @@ class Mixture:
                 yield float(current[name])
 
 
+def _mixing() -> Any:
+    """Import the module of a mixture's arithmetic, which a loader of one data set does without."""
+    from ..order import mixture
+
+    return mixture
+
+
 def check_weight(name: str, weight: object) -> None:
     """Raise ConfigError unless a weight is a finite number of at least 0."""
     is_number = isinstance(weight, int | float | np.integer | np.floating) and not isinstance(weight, bool)
@@ -212,10 +219,8 @@ def check_weight(name: str, weight: object) -> None:
 
 def check_position(name: str, position: object, least: int) -> None:
     """Raise ConfigError unless a position is a number of samples of a run, from ``least`` on."""
-    from ..order.mixtures.mixture import MOST_SAMPLES
-
     is_whole = isinstance(position, int | np.integer) and not isinstance(position, bool)
-    if not is_whole or not least <= int(position) < MOST_SAMPLES:  # type: ignore[call-overload]
+    if not is_whole or not least <= int(position) < _mixing().MOST_SAMPLES:  # type: ignore[call-overload]
         raise ConfigError(
             f"{name}: {position!r} is no position; use whole numbers of samples from {least} on, below 2**62"
         )

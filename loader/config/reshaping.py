@@ -44,10 +44,10 @@ class Reshaping:
         may_drop: object,
         transform: object,
         packing: Packing | None,
-        costs: CostArguments | None = None,
-        on_error: object = "stop",
+        costs: CostArguments,
+        on_error: object,
         *,
-        open_packer: Callable[[Packing], Packer] | None = None,
+        open_packer: Callable[[Packing], Packer],
     ) -> Reshaping | None:
         """Read the arguments; None where every sample is delivered. Raises ConfigError where they conflict."""
         if not isinstance(may_drop, bool):
@@ -59,9 +59,7 @@ class Reshaping:
         skips = on_error == "skip"
         if keep is None and not may_drop and packing is None and not skips:
             return None
-        given = {}
-        if costs is not None:
-            given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
+        given = {"cost": costs.cost, "bucket": costs.bucket, "batch_tokens": costs.budget}
         named = [f"{name}=" for name, value in given.items() if value is not None]
         if named:
             streams = {"keep=": keep is not None, "may_drop=True": may_drop, "packing=": packing is not None}
@@ -71,13 +69,12 @@ class Reshaping:
                 "known of samples as they are stored, not of those that are left or of sequences; leave out one of the "
                 "two, or select by subset="
             )
-        from ..packing.packer import Packer
         from .keep import Sieve
 
         return Reshaping(
             None if keep is None else Sieve(keep),
             may_drop or skips,
-            None if packing is None else (open_packer or Packer.open)(packing),
+            None if packing is None else open_packer(packing),
             transform is not None,
             skips,
             only_skips=keep is None and not may_drop and packing is None,

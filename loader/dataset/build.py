@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -17,14 +18,51 @@ from ...storage import DecryptionError, NotFoundError, ObjectInfo, StorageError,
 from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError, DatasetError, FormatError
 from ..formats.detect import detect_format, encrypted_hint, format_by_name, make_format
-from ..formats.failures import explain_failures
 from ..formats.hive import stored_schema
-from ..formats.names import find_shards, has_suffix, is_text
-from ..formats.shard import ChunkSpan, ShardFormat, ShardIndex, ShardTask
+from ..formats.shard import (
+    ChunkSpan,
+    ShardFormat,
+    ShardIndex,
+    ShardTask,
+    explain_failures,
+    find_shards,
+    has_suffix,
+    is_text,
+)
 from ..formats.tokens import has_free_dtype, index_keys
-from .doubts import heed_names, warn_doubt
+from .listing import heed_names, warn_doubt
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Selection, is_unfinished, refuse_mixed
+
+# What lies at the root of each, by Delta's PROTOCOL.md, Iceberg's table spec and Hudi's technical specification.
+_LOGS = (
+    ("Delta Lake", "_delta_log/", re.compile(r"\d+\.(json|checkpoint\..*)")),
+    ("Iceberg", "metadata/", re.compile(r"[^/]*\.metadata\.json")),
+    ("Hudi", ".hoodie/", re.compile(r"hoodie\.properties")),
+)
+
+
+def refuse_logged(url: str, keys: Iterable[str], shards: Sequence[str]) -> None:
+    """Raise DatasetError where ``shards`` would be all files of such a table, among all ``keys`` below ``url``.
+
+    Files of earlier versions stay until they are cleaned up: rows that were deleted would be read, and changed ones
+    twice.
+    """
+    for key in keys:
+        for name, folder, log in _LOGS:
+            if folder not in key:
+                continue
+            root, _, base = key.rpartition(folder)
+            is_log = root[-1:] in ("", "/") and log.fullmatch(base) is not None
+            if is_log and any(shard.startswith(root) for shard in shards):
+                place = f"{url.rstrip('/')}/{root}"
+                raise DatasetError(
+                    f"{place}: is a table of {name}, whose log alone ({key}, ...) tells which of its files count; rows "
+                    "that were deleted or changed would be read along. Give the files of the version that you want as "
+                    "a list, or, where nothing was ever deleted or changed, all of them by the pattern "
+                    f"{place}**/*.parquet"
+                )
+
 
 # Indexing mostly waits. Against a server on this machine 4 to 64 threads take about the same time; against one far away
 # more are faster, up to the 64 requests that a store runs at once.
@@ -92,8 +130,6 @@ def prepare_index(
     tasks = order_tasks(store, selection, shard_format, is_given=given is not None)
     shards = [task.info.key for task in tasks]
     if shard_format.name == "parquet" and (selection.chosen is None or selection.folders):
-        from .table_logs import refuse_logged
-
         refuse_logged(selection.url, (info.key for info in selection.listing), shards)
     refuse_mixed(store, selection, shards)
     heed_shards(selection, shards, shard_format, tell)
@@ -177,7 +213,7 @@ def load_saved_manifest(store: Store, selection: Selection, given: ShardFormat |
             warnings.warn(
                 f"the manifest beside {selection.url} is of format {_show_format(saved.format, saved.config)}, and the "
                 f"shards are read as {_show_format(given.name, given.config())}: this run indexes them itself and "
-                "compares no checksums; `penstock index`, given that format, makes it for all runs",
+                "compares no checksums; run `penstock index` with that format to index them for all runs",
                 StaleManifestWarning,
                 stacklevel=2,
             )
@@ -238,7 +274,7 @@ def _warn_stale(url: str, *, new: int, gone: int, unchecked: bool = False) -> No
     )
     warnings.warn(
         f"the manifest beside {url} is out of date: {changes}; this run uses a corrected copy"
-        f"{', and compares no checksums' if unchecked else ''}; `penstock index {url}` corrects it for all runs",
+        f"{', and compares no checksums' if unchecked else ''}; run `penstock index {url}` to correct it for all runs",
         StaleManifestWarning,
         stacklevel=2,
     )

@@ -19,7 +19,7 @@ from ...storage.files import write_all
 from ...storage.own_folder import OwnFolder
 from ..errors import ConfigError, DatasetError
 from ..order.costs.costs import Cost, CostValues, SampleCosts
-from .sealed_folder import cache_home
+from .cache import cache_home
 
 if TYPE_CHECKING:
     from .manifest import Manifest

@@ -36,16 +36,12 @@ _PIECE_BYTES = 4 << 20
 _calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def join_exchange(identity: str) -> Exchange | None:
-    """The exchange of the ranks that open ``identity``; None outside a process group of two or more ranks.
+def join_exchange(identity: str) -> Exchange:
+    """The exchange of the ranks of a process group that open ``identity``.
 
     The n-th call on one rank meets the n-th calls on the others.
     """
-    distributed = sys.modules.get("torch.distributed")  # imported by whoever initialised it
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    if distributed.get_world_size() < 2:
-        return None
+    distributed = sys.modules["torch.distributed"]  # imported by whoever initialised it
     store = distributed.distributed_c10d._get_default_store()
     limit_silence(store)
     digest = xxhash.xxh3_64_hexdigest(identity.encode())

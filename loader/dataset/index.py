@@ -3,32 +3,64 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...storage import Store, open_store
+from ...storage.hashing import xxh3_64
+from ...storage.threads.daemon_pool import DaemonPool
 from ..errors import ConfigError
 from ..formats.detect import make_format
-from .build import (
-    INDEX_THREADS,
-    PendingIndex,
-    assemble,
-    index_shards,
-    prepare_index,
-    warn_outdated,
-)
+from .build import INDEX_THREADS, PendingIndex, assemble, index_shards, prepare_index, warn_outdated
 from .cache import IndexCache
 from .class_names import warn_of_parts, with_names_of_parts
-from .doubts import warn_doubt
-from .exchange import Exchange, join_exchange
+from .listing import warn_doubt
 from .manifest import MANIFEST_NAME, Manifest
 from .source import Source, select
 
 if TYPE_CHECKING:
     from ..formats.shard import ShardFormat
+    from .exchange import Exchange
     from .splits import Split
+
+
+_MOST_BYTES = 64 << 20  # of several chunks
+
+
+def is_copy(store: Store, manifest: Manifest) -> bool:
+    """Return whether the shortest chunks of the first, middle and last shard have the manifest's checksums.
+
+    If these are large, one is enough. All others are compared when they are read: a difference that is missed here is
+    an error there.
+
+    Raises:
+        StorageError: a shard cannot be read.
+    """
+    assert manifest.checksums is not None
+    places = sorted({0, len(manifest.shards) // 2, len(manifest.shards) - 1})
+    chunks = [_shortest(manifest, place) for place in places]
+    if manifest.lengths[chunks].sum() > _MOST_BYTES:
+        chunks = chunks[:1]
+    with DaemonPool("penstock-index", len(chunks)) as pool:
+        return all(pool.map(lambda index: _is_same(store, manifest, index), chunks))
+
+
+def _shortest(manifest: Manifest, place: int) -> int:
+    """The shortest chunk of a shard."""
+    first, stop = np.searchsorted(manifest.shard_index, [place, place + 1]).tolist()
+    return int(first + manifest.lengths[first:stop].argmin())
+
+
+def _is_same(store: Store, manifest: Manifest, index: int) -> bool:
+    assert manifest.checksums is not None
+    chunk = manifest.chunk(index)
+    data = store.get(chunk.shard.key, chunk.byte_range, etag=chunk.shard.etag)
+    return xxh3_64(data) == int(manifest.checksums[index])
 
 
 def open_manifest(
@@ -114,11 +146,20 @@ def find_manifest(
     identity = repr(
         (source, *([] if split is None else [split]), given and (given.name, sorted(given.config().items())), rebuild)
     )
-    exchange = join_exchange(identity)
-    if exchange is None:
+    if not _has_peers():
         return opening.alone()[0]
-    with exchange:
+    from .exchange import join_exchange
+
+    with join_exchange(identity) as exchange:
         return opening.shared(exchange)
+
+
+def _has_peers() -> bool:
+    """Return whether this process is in a process group of two or more ranks."""
+    distributed = sys.modules.get("torch.distributed")  # imported by whoever initialised it
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return bool(distributed.get_world_size() > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,18 +236,15 @@ class _Opening:
     def _make(self, store: Store, pending: PendingIndex, copied: Manifest | None) -> Manifest:
         from ..progress import show_progress
 
-        if copied is not None:
-            from .copied import is_copy
-
-            if is_copy(store, copied) and not self._has_samples(store, pending):
-                return copied
+        if copied is not None and is_copy(store, copied) and not self._has_samples(store, pending):
+            return copied
         missing = pending.missing
         with show_progress("indexing", len(missing), unit="shards", enabled=self.progress) as advance:
             tasks = [pending.tasks[position] for position in missing]
             indexes = index_shards(store, pending.shard_format, tasks, threads=self.threads, advance=advance)
         doubts = [(task.info.key, index.doubt) for task, index in zip(tasks, indexes, strict=True) if index.doubt]
         if doubts:
-            others = f"; so it is in {len(doubts) - 1:,} more of its shards" if len(doubts) > 1 else ""
+            others = f"; {len(doubts) - 1:,} more of its shards have the same" if len(doubts) > 1 else ""
             warn_doubt(f"{pending.url}{doubts[0][0]}: {doubts[0][1]}{others}")
         return with_names_of_parts(store, assemble(pending, dict(zip(missing, indexes, strict=True))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -16,11 +16,147 @@ from ..errors import DatasetError, MemoryLimitError
 from ..formats.hive import stored_schema, with_path_columns
 from ..formats.shard import ChunkRef, ShardIndex
 from ..order.cached import cached_property
-from .bounds import find_misfit, find_strange_schema
-from .part_sums import FORMATS_IN_PARTS, UNTHREADED, PartSums
 
 if TYPE_CHECKING:
     from ..columns import IntArray
+
+
+SumArray = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+# To start Arrow's threads takes longer than to read an index that is not huge.
+UNTHREADED = pa.ipc.IpcReadOptions(use_threads=False)
+
+FORMATS_IN_PARTS = frozenset({"parquet", "mds"})  # whose chunks may be read in part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartSums:
+    """``sums`` of all chunks in their order, uint64 XXH3-64; those of chunk i are ``sums[starts[i]:starts[i + 1]]``.
+
+    The format's ``chunk_parts`` says which bytes each sum covers, so only 8 bytes a part are kept.
+    """
+
+    starts: IntArray
+    sums: SumArray
+
+    @classmethod
+    def join(cls, chunks: Sequence[SumArray]) -> Self:
+        """The sums of all chunks."""
+        starts = np.zeros(len(chunks) + 1, np.int64)
+        np.cumsum([len(sums) for sums in chunks], out=starts[1:])
+        return cls(starts, np.concatenate([*chunks]).astype(np.uint64))
+
+    def of(self, chunk: int) -> SumArray:
+        return self.sums[self.starts[chunk] : self.starts[chunk + 1]]
+
+    def take(self, chunks: IntArray) -> Self:
+        """Those of some chunks."""
+        return self.join([self.of(chunk) for chunk in chunks.tolist()])
+
+    def to_bytes(self, fingerprint: str) -> bytes:
+        """An Arrow IPC stream of one list a chunk, which belongs to the manifest with that fingerprint."""
+        lists = pa.LargeListArray.from_arrays(pa.array(self.starts), pa.array(self.sums))
+        table = pa.table({"parts": lists}).replace_schema_metadata({"checksum": self._checksum(fingerprint)})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_stream(cls, stream: pa.BufferReader, fingerprint: str, num_chunks: int) -> Self:
+        """Read what ``to_bytes`` wrote. Raises ValueError, KeyError or what Arrow raises where it is something else."""
+        table = pa.ipc.open_stream(stream, options=UNTHREADED).read_all()
+        (lists,) = table.column("parts").chunks
+        parts = cls(lists.offsets.to_numpy(), lists.values.to_numpy())
+        types_fit = parts.starts.dtype == np.int64 and parts.sums.dtype == np.uint64
+        if not types_fit or len(parts.starts) != num_chunks + 1:
+            raise ValueError("its checksums of parts are not those of its chunks")
+        if table.schema.metadata[b"checksum"].decode() != parts._checksum(fingerprint):
+            raise ValueError("its checksums of parts do not fit")
+        return parts
+
+    def _checksum(self, fingerprint: str) -> str:
+        digest = xxhash.xxh3_128(fingerprint.encode())
+        digest.update(np.ascontiguousarray(self.starts, "<i8").tobytes())
+        digest.update(np.ascontiguousarray(self.sums, "<u8").tobytes())
+        return digest.hexdigest()
+
+
+_MOST = 1 << 60  # samples, or bytes, of a whole data set: sums stay within int64
+_SHOWN = 100  # characters of what is wrong
+
+
+def find_misfit(
+    shards: Sequence[ObjectInfo],
+    *,
+    shard_index: IntArray,
+    offsets: IntArray,
+    lengths: IntArray,
+    samples: IntArray,
+    memory: IntArray,
+) -> str | None:
+    """Describe a contradiction between a manifest's shards and its chunks, (chunks,) int64 each; None if all fits.
+
+    Chunks lie inside their shards, in rising order, and hold samples; every shard has one. A chunk's number of samples
+    is checked when it is opened.
+    """
+    if not len(shards) or not len(samples):
+        return "it has no chunk"
+    for shard in shards:
+        etag_fits = shard.etag is None or isinstance(shard.etag, str)
+        if (
+            not isinstance(shard.key, str)
+            or type(shard.size) is not int
+            or not etag_fits
+            or not 0 <= shard.size < _MOST
+        ):
+            return f"shard {shard.key!r} has the size {shard.size!r} and the ETag {shard.etag!r}"
+    in_order = np.diff(shard_index)
+    if shard_index[0] != 0 or shard_index[-1] != len(shards) - 1 or not ((in_order == 0) | (in_order == 1)).all():
+        return f"its chunks are not those of its {len(shards)} shards, in their order"
+    for name, values, least in (
+        ("offset", offsets, 0),
+        ("length", lengths, 1),
+        ("samples", samples, 1),
+        ("memory", memory, 0),
+    ):
+        wrong = (values < least) | (values >= _MOST)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            return f"chunk {at} has {name} {values[at]}"
+    sizes = np.array([shard.size for shard in shards], np.int64)
+    outside = offsets + lengths > sizes[shard_index]
+    if outside.any():
+        at = int(np.argmax(outside))
+        stop, shard = int(offsets[at] + lengths[at]), shards[int(shard_index[at])]
+        return f"chunk {at} ends at byte {stop} of {shard.key}, which has {shard.size}"
+    falling = (np.diff(offsets) < 0) & (in_order == 0)
+    if falling.any():
+        return f"chunk {int(np.argmax(falling)) + 1} lies before the chunk that it follows"
+    if float(samples.sum(dtype=np.float64)) >= _MOST or float(memory.sum(dtype=np.float64)) >= _MOST:
+        return "its samples or bytes are too many to count"
+    return None
+
+
+def find_strange_schema(schema: Any, config: Any) -> str | None:
+    """Describe an error in the form of a manifest's schema or of its format's settings; None if there is none.
+
+    A schema has ``fields``, a list of names, or ``columns``, names with a type, a name or for JSON lines
+    an object, and ``nulls``, a bool.
+    """
+    if not isinstance(schema, dict) or not isinstance(config, dict):
+        return "its schema, or its format's settings, are no object"
+    fields, columns = schema.get("fields", []), schema.get("columns", {})
+    if not isinstance(fields, list) or not all(isinstance(name, str) for name in fields):
+        return f"its schema has the fields {str(fields)[:_SHOWN]}"
+    if not isinstance(columns, dict):
+        return f"its schema has the columns {str(columns)[:_SHOWN]}"
+    for name, column in columns.items():
+        fits = isinstance(column, dict) and isinstance(column.get("nulls"), bool)
+        if not fits or not isinstance(column.get("type"), (str, dict)):
+            return f"its schema has the column {name!r} as {str(column)[:_SHOWN]}"
+    return None
+
 
 MANIFEST_NAME = "penstock-manifest.arrow"
 _VERSION = 1

@@ -19,20 +19,28 @@ from ...storage.urls import decode_path, encode_name, without_password
 from ..errors import ConfigError, DatasetError
 from ..formats.detect import format_by_name
 from ..formats.hive import read_folders, read_root
-from ..formats.names import is_hidden
-from ..progress import show_progress
-from .doubts import warn_doubt
-from .lookup import find_companions, find_keys
+from ..formats.shard import is_hidden
+from .listing import (
+    FILE,
+    README_NAME,
+    Prefix,
+    expand_braces,
+    find_companions,
+    find_keys,
+    fixed_prefix,
+    is_glob,
+    is_path,
+    match_glob,
+    warn_doubt,
+)
 from .manifest import MANIFEST_NAME
-from .patterns import FILE, expand_braces, fixed_prefix, is_glob, is_path, match_glob
-from .prefix import Prefix
 from .splits import ALL, DICTIONARY_NAME, Split, choose_splits, name_splits, refuse_mixed_splits, split_folder
-from .subsets import MOST_BYTES, README_NAME, choose_subset, read_subsets
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SourceT = TypeVar("SourceT", bound=Source)
 
 _NAMED = 5
+_MOST_README_BYTES = 4 << 20
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://[^:]*)?::.*://")
 # Stands in for the manifest while a data set is being written.
 UNFINISHED = b"penstock: this data set is being packed, or its packing was interrupted\n"
@@ -201,6 +209,8 @@ def _select_one(
     store = open_store(url, storage_options=storage_options) if ahead is None else ahead.store
     try:
         objects = []
+        from ..progress import show_progress
+
         with show_progress("listing", None, unit="objects", enabled=progress) as advance:
             for info in store.list() if ahead is None else ahead.listing.result():
                 objects.append(info)
@@ -308,15 +318,17 @@ def _select_subset(store: Store, selection: Selection) -> Selection:
     dropped: set[str] = set()
     for folder in selection.folders:
         readme = next((info for info in selection.listing if info.key == folder + README_NAME), None)
-        if readme is None or not 0 < readme.size < MOST_BYTES:
+        if readme is None or not 0 < readme.size < _MOST_README_BYTES:
             continue
+        from .subsets import choose_subset, read_subsets
+
         text = str(store.get(readme.key, etag=readme.etag), "utf-8", "replace")
         try:
             subsets = read_subsets(text)
         except ValueError as exc:
             warn_doubt(
-                f"{selection.url}{readme.key}: the subsets (configs) that it lists are not understood ({exc}), so they "
-                "may be mixed; name the shards of one by a pattern, or correct the list"
+                f"{selection.url}{readme.key}: its list of subsets (configs) cannot be read ({exc}), so subsets may be "
+                "mixed; name the shards of one by a pattern, or correct the list"
             )
             continue
         if len(subsets) < 2:

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DatasetError
-from .patterns import fixed_prefix, match_glob
+from .listing import README_NAME, fixed_prefix, match_glob
 
 if TYPE_CHECKING:
     from ...storage import ObjectInfo
-
-README_NAME = "README.md"
-MOST_BYTES = 4 << 20  # of a README.md
 
 _KEY = re.compile(r"""(?:"([^"]*)"|'([^']*)'|([^\s"'\[{#&*!|>%@-][^:#]*?))\s*:(?:\s+(.*))?$""")
 _Line = tuple[int, str]

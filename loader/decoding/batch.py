@@ -5,11 +5,15 @@ A batch is a dict of field name to tensor, or to a list where values have no com
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 import numpy as np
 import torch
@@ -17,26 +21,146 @@ import torch
 from ...storage.threads.daemon_pool import DaemonPool, PoolClosedError
 from ...storage.threads.interruptible import Event, Future
 from ..errors import LoaderClosedError
-from .batch_options import IDS, VALID, Batch, BatchOptions
 from .byte_views import ByteViews
-from .collate import collate_samples
-from .late.call import Call
-from .late.jobs import start_on_call, start_together, started
-from .pace import Pace
-from .row_job import RowCrew, RowJob
+from .row_job import Pace, RowCrew, RowJob, collate_samples
+from .row_work import IDS, VALID, Batch, BatchOptions
+from .rows import Rows, complete_all
 
 if TYPE_CHECKING:
     from ..columns import AnyArray, IntArray
+    from ..counters import Counters
     from ..dataset.manifest import Manifest
-    from ..metrics import Counters
     from ..reading.bad.samples import BadSamples
     from .batch_memory import BatchMemory
     from .decode import FieldDecoders
     from .replace import Replacer
     from .row_work import Sample
-    from .rows import Rows
     from .workers.images import ImageProcesses
     from .workers.pool import WorkerPool
+
+
+T = TypeVar("T")
+
+
+class Call(Future[T]):
+    """A call and its result. Any thread may ask. Mutable state: the function, until a thread takes it."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        super().__init__()
+        self._not_begun = [function]
+        self._is_submitted = False
+
+    def begin(self, pool: DaemonPool) -> None:
+        """Have a thread of the pool make it soon; does nothing if asked before. Called by one thread."""
+        if not self._is_submitted:
+            self._is_submitted = True
+            # PoolClosedError: ``cancel`` wakes the waiting thread; if no thread can start, the waiting one makes it.
+            with suppress(RuntimeError):
+                pool.submit(self._make_once)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result, or make it if no thread has begun. Raises the call's error, or CancelledError."""
+        self._make_once()
+        return super().result(timeout)
+
+    def cancel(self) -> bool:
+        """Cancel the call; returns False if a thread has begun it."""
+        if self.take() is None:
+            return self.cancelled()
+        super().cancel()
+        self.set_running_or_notify_cancel()  # so that those who wait for several hear of it
+        return True
+
+    def take(self) -> Callable[[], T] | None:
+        """Take the function: only the first caller gets it, and must ``make`` its result."""
+        try:
+            return self._not_begun.pop()
+        except IndexError:
+            return None
+
+    def _make_once(self) -> None:
+        function = self.take()
+        if function is not None:
+            self.make(function)
+
+    def make(self, function: Callable[[], T]) -> None:
+        """Run ``function`` and keep its result; called by the thread that took it. Also raises an interrupt."""
+        try:
+            result = function()
+        except BaseException as exc:
+            self.set_exception(exc)
+            if not isinstance(exc, Exception):  # else who makes the call of another would not be stopped
+                raise
+        else:
+            self.set_result(result)
+
+
+def started(job: RowJob) -> Future[RowJob]:
+    """Make a job whose rows lie in no chunk."""
+    future: Future[RowJob] = Future()
+    future.set_result(job)
+    return future
+
+
+def start_on_call(crew: RowCrew, parts: Sequence[Rows], epoch: int) -> list[Call[RowJob]]:
+    """Make jobs of successive batches: the rows of all are copied when one is asked for, or its call begun.
+
+    Objects are made under Python's lock, which the training loop needs, too: a thread helps only while the loop is
+    elsewhere. It is interrupted nowhere but in the loop's thread, which then closes the pipeline: nobody waits for the
+    jobs that are left.
+    """
+    waiting: list[tuple[ref[Call[RowJob]], Rows]] = []  # no cycle: jobs never asked for release their files at once
+
+    def copy(asked: Rows) -> RowJob:
+        since = time.perf_counter()
+        others = [(call, rows) for of_call, rows in waiting if (call := of_call()) is not None and call.take()]
+        try:
+            copied = complete_all([asked, *(rows for _, rows in others)], crew.memory)
+            first, *jobs = [RowJob(crew, rows, epoch) for rows in copied]
+        except Exception:  # noqa: BLE001 - each job finds out by itself whether it is its own
+            for call, rows in others:
+                call.make(partial(copy_alone, rows))
+            return copy_alone(asked)
+        for (call, _), job in zip(others, jobs, strict=True):
+            call.set_result(job)
+        crew.counters.add(assemble_s=time.perf_counter() - since)
+        return first
+
+    def copy_alone(rows: Rows) -> RowJob:
+        return RowJob(crew, rows.complete(crew.memory), epoch)
+
+    calls = [Call(partial(copy, rows)) for rows in parts]
+    waiting += zip(map(ref, calls), parts, strict=True)
+    return calls
+
+
+def start_together(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:
+    """Copy the rows of jobs that are not cancelled, none if the crew is stopped; on a thread of the pool."""
+    if crew.is_stopped():
+        for _, job in late:
+            job.cancel()
+    _start(crew, [(rows, job) for rows, job in late if job.set_running_or_notify_cancel()], epoch)
+
+
+def _start(crew: RowCrew, late: Sequence[tuple[Rows, Future[RowJob]]], epoch: int) -> None:
+    """Start job by job, where copying all together fails."""
+    since = time.perf_counter()
+    try:
+        copied = complete_all([rows for rows, _ in late], crew.memory)
+    except BaseException as error:  # noqa: BLE001 - raised where the job is asked for
+        if len(late) == 1:
+            late[0][1].set_exception(error)
+            return
+        for one in late:
+            _start(crew, [one], epoch)
+        return
+    crew.counters.add(decode_s=time.perf_counter() - since)
+    for (_, job), rows in zip(late, copied, strict=True):
+        try:
+            job.set_result(RowJob(crew, rows, epoch))
+        except BaseException as error:  # noqa: BLE001 - as above
+            job.set_exception(error)
+
 
 _STORED = (torch.uint16, torch.uint32)
 
@@ -165,8 +289,11 @@ class BatchMaker:
             counters=self.counters,
             is_stopped=self.stopping.is_set,
             bad=self.bad,
+            replacer=self.replacer,
+            avoided=self.options.avoided,
             memory=self.memory,
-            random_keys=self.random_keys if self.random_keys is not None and self._draws() else None,
+            random_keys=self.random_keys,
+            draws=self._draws(),
         )
 
     def join(self, samples: list[Sample], ids: IntArray, num_rows: int, num_valid: int) -> JoinedBatch:
@@ -228,8 +355,8 @@ class UnfinishedBatch(ABC):
         return True
 
     @property
-    def replaced(self) -> IntArray | None:
-        """Replaced rows among those that count, once there is a result: (n, 2) planned ids and their substitutes."""
+    def delivered(self) -> IntArray | None:
+        """(rows,) the sample ids of the rows that count, once there is a result; None where they are those planned."""
         return None
 
 
@@ -253,21 +380,13 @@ class PendingBatch(UnfinishedBatch):
             self._job.begin(self._maker.pool)
 
     @property
-    def replaced(self) -> IntArray | None:
-        if self._ids is self._planned_ids:
-            return None
-        planned, ids = self._planned_ids[: self._num_valid], self._ids[: self._num_valid]
-        if not np.any(planned != ids):
-            return None
-        pairs: IntArray = np.stack((planned, ids), axis=1)[planned != ids]
-        return pairs
+    def delivered(self) -> IntArray | None:
+        return None if self._ids is self._planned_ids else self._ids[: self._num_valid]
 
     def result(self) -> Batch:
         job = wait_for_rows(self._job)
         job.finish()
-        if job.results.failed:
-            assert self._maker.replacer is not None
-            self._ids = self._maker.replacer.replace(job.task, job.rows, job.results, self._maker.decoders)
+        self._ids = job.ids
         options = self._maker.options
         if options.transform is None and options.collate is None:
             return self._maker.complete(job.fields(), self._ids, self._num_rows, self._num_valid)

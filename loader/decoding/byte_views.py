@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import ConfigError
-from ..reading.leases import owner_of
+from ..reading.chunk_memory import owner_of
 
 if TYPE_CHECKING:
     import torch  # worker processes import this module and need not wait for torch

@@ -12,13 +12,12 @@ import numpy as np
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..columns import AnyArray, BytesColumn, ObjectColumn
 from ..errors import ConfigError, DecodeError
-from .field_errors import field_error
-from .readers import IMAGE_EXTENSIONS, LABEL_EXTENSIONS, READERS, read_text
+from .values import IMAGE_EXTENSIONS, LABEL_EXTENSIONS, READERS, field_error, read_text
 
 if TYPE_CHECKING:
-    from .batch_values import BatchValues
     from .images.device_codec import DeviceCodec
     from .images.images import ImageDecoder, ImagePlan
+    from .values import BatchValues
 
 Slot = tuple[tuple[int, ...], np.dtype[Any]]
 

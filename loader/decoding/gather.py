@@ -4,25 +4,156 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Records
+from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, ObjectColumn, Ragged, Records
 from ..errors import DecodeError
 from ..order.cached import cached_property
-from ..reading.mapped.chunks import LEAST_ROW_BYTES, MappedArray, MappedColumn
+from ..reading.mapped import LEAST_ROW_BYTES, MappedArray, MappedColumn
 from .byte_views import Lend, ViewsOfSpan, take_views
-from .late.bytes import LateBytesOfSpan
-from .late.rows import LateFields, RecordRows, RowsAt, RowsOfSpan, WideRows
-from .rows import Rows, Values
-from .span_values import ArrayOfSpan, ListOfSpan, RaggedOfSpan
+from .rows import LateFields, RecordRows, Rows, RowsAt, RowsOfSpan, Values, WideRows
 
 if TYPE_CHECKING:
     from ..order.spans import ChunkRows
-    from ..reading.mapped.files import MappedFile
+    from ..reading.mapped import MappedFile
     from .batch_memory import BatchMemory
     from .decode import FieldDecoders
+
+
+class ArrayOfSpan:
+    """Collects rows of one shape by copying them."""
+
+    def __init__(self, like: AnyArray, num_rows: int, dtype: np.dtype[Any]) -> None:
+        """Make room for rows of ``like``'s shape, to be handed out in ``dtype``."""
+        self._values: AnyArray = np.empty((num_rows, *like.shape[1:]), dtype)
+
+    def add(self, source: AnyArray, rows: IntArray, arrived: int) -> None:
+        """Add some rows of ``source``, after ``arrived`` others."""
+        # numpy's take would first copy all of an array that is not contiguous
+        taken = source.take(rows, axis=0) if source.flags.c_contiguous else source[rows]
+        self._values[arrived : arrived + len(rows)] = taken
+
+    def finish(self, order: IntArray) -> AnyArray:
+        """Put all rows in order: row i is the ``order[i]``-th that arrived."""
+        return self._values.take(order, axis=0)
+
+
+class ListOfSpan:
+    """Collects Python values; ``so_far`` are those in the order of arrival, up to the last that was added."""
+
+    def __init__(self) -> None:
+        self.so_far: list[Any] = []
+
+    def pad(self, count: int) -> None:
+        """Add missing values until there are ``count``: earlier chunks had no such field."""
+        self.so_far.extend([None] * (count - len(self.so_far)))
+
+    def add(self, values: list[Any], arrived: int) -> None:
+        """Add values of rows that come after ``arrived`` others."""
+        self.pad(arrived)
+        self.so_far.extend(values)
+
+    def finish(self, order: IntArray) -> list[Any]:
+        """Put all values in order: value i is that of the ``order[i]``-th row that arrived."""
+        self.pad(len(order))
+        return list(map(self.so_far.__getitem__, order.tolist()))
+
+
+class RaggedOfSpan:
+    """Collects lists of integers, without a Python object a value, where they lie in chunks."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, Ragged, ChunkRows]] = []
+        self.count = 0
+
+    def add(self, arrays: Ragged, group: ChunkRows, arrived: int) -> None:
+        """Add the rows of ``group``, after ``arrived`` others."""
+        self._parts.append((arrived, arrays, group))
+        self.count += len(group.rows)
+
+    def finish(self) -> Ragged:
+        """Join all ``count`` values, where no row lacks its own."""
+        return Ragged.merge(self.count, [(group.targets, arrays, group.rows) for _, arrays, group in self._parts])
+
+    def put_into(self, listed: ListOfSpan, num_rows: int) -> None:
+        """Put them into the places of their rows, among values that are missing or no lists of integers."""
+        listed.pad(num_rows)
+        for arrived, arrays, group in self._parts:
+            listed.so_far[arrived : arrived + len(group.rows)] = map(arrays.__getitem__, group.rows.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class LateBytes:
+    """A field of n rows: value i is ``columns[origins[i]].buffer[starts[i]:stops[i]]``, missing where starts[i] < 0.
+
+    ``origins``, ``starts``, ``stops``: (n,) int64. Of those that lie elsewhere, and are made already, origins[i] is -1,
+    and value i is ``made[starts[i]]``. The files stay mapped as long as this refers to them.
+    """
+
+    is_mapped: ClassVar[bool] = True
+    at: ClassVar[None] = None
+
+    name: str
+    columns: Sequence[MappedColumn]
+    origins: IntArray
+    starts: IntArray
+    stops: IntArray
+    made: Sequence[Any] = ()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return (self.name,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values once made, without those of their objects."""
+        return int((self.stops - self.starts)[self.starts >= 0].sum())
+
+    def cut(self, start: int, stop: int) -> LateBytes:
+        return self.pick(slice(start, stop))
+
+    def pick(self, rows: IntArray | slice) -> LateBytes:
+        return replace(self, origins=self.origins[rows], starts=self.starts[rows], stops=self.stops[rows])
+
+    def make(self, memory: object = None) -> dict[str, list[Any]]:
+        """Make the field, as a list; objects lie in the interpreter's memory."""
+        made, buffers = self.made, [column.buffer for column in self.columns]
+        places = zip(self.origins.tolist(), self.starts.tolist(), self.stops.tolist(), strict=True)
+        values = [(buffers[i][a:b].tobytes() if i >= 0 else made[a]) if a >= 0 else None for i, a, b in places]
+        return {self.name: values}
+
+    def mapped(self) -> list[MappedFile]:
+        """List the files that values are copied from."""
+        return [self.columns[i].file for i in set(self.origins.tolist()) if i >= 0]
+
+
+class LateBytesOfSpan:
+    """Collects where a field's values lie, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[MappedColumn, ChunkRows]] = []
+
+    def add(self, column: MappedColumn, group: ChunkRows) -> None:
+        """Add the rows of ``group``."""
+        self._parts.append((column, group))
+
+    def finish(self, name: str, order: IntArray, made: Sequence[Any]) -> LateBytes:
+        """Collect all rows: value i is ``made[order[i]]``, except where an added one takes its place.
+
+        ``made`` may be shorter; values that are in neither are missing.
+        """
+        origins, stops = np.full((2, len(order)), -1, np.int64)
+        starts = np.where(order < len(made), order, -1)
+        for number, (column, group) in enumerate(self._parts):
+            origins[group.targets] = number
+            starts[group.targets], stops[group.targets] = column.starts[group.rows], column.stops[group.rows]
+        others = np.flatnonzero((origins < 0) & (starts >= 0))
+        sizes = [len(v) if isinstance(v := made[i], bytes | memoryview | str) else 0 for i in starts[others].tolist()]
+        stops[others] = starts[others] + sizes
+        return LateBytes(name, [column for column, _ in self._parts], origins, starts, stops, made)
 
 
 def gather(

@@ -11,14 +11,13 @@ import torch
 
 from .batch import BatchMaker, UnfinishedBatch, are_rows_done, cancel_rows, wait_for_rows
 from .byte_views import ByteViews
-from .collate import collate_values
+from .row_job import collate_values
 
 if TYPE_CHECKING:
     from ...storage.threads.interruptible import Future
     from ..columns import IntArray
-    from .batch_options import Batch
     from .row_job import RowJob
-    from .row_work import Sample
+    from .row_work import Batch, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,10 @@ class LateJob:
     def is_done(self) -> bool:
         return are_rows_done(self.job)
 
+    @property
+    def ids(self) -> IntArray:
+        return self.job.result().ids
+
     def finish(self) -> None:
         wait_for_rows(self.job).finish()
 
@@ -67,7 +70,8 @@ class LateJob:
 class MixedBatch(UnfinishedBatch):
     """A batch of several kinds of rows: those of each ``parts`` and their places. ``ids`` (rows,) are those of all.
 
-    ``by_samples``: it is made of samples, not of whole fields, as one that is collated by a function always is.
+    ``by_samples``: it is made of samples, not of whole fields, as one that is collated by a function always is. Where
+    bad rows may be replaced, ``planned`` (rows,) are the ids that the order asked for.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class MixedBatch(UnfinishedBatch):
         num_valid: int,
         *,
         by_samples: bool,
+        planned: IntArray | None = None,
     ) -> None:
         self._maker = maker
         self._parts = parts
@@ -86,10 +91,16 @@ class MixedBatch(UnfinishedBatch):
         self._num_rows = num_rows
         self._num_valid = num_valid
         self._by_samples = by_samples or maker.options.collate is not None
+        self._planned = planned
 
     def result(self) -> Batch:
         for _, part in self._parts:
             part.finish()
+        if self._planned is not None:
+            self._ids = self._ids.copy()
+            for where, part in self._parts:
+                if isinstance(part, LateJob):
+                    self._ids[where] = part.ids
         count, ids = len(self._ids), self._ids
         if self._by_samples:
             samples: list[Sample] = [{}] * count
@@ -103,6 +114,10 @@ class MixedBatch(UnfinishedBatch):
                 fields.setdefault(name, []).append((where, values))
         batch = {name: _merge(parts, count) for name, parts in fields.items()}
         return self._maker.complete(batch, ids, self._num_rows, self._num_valid)
+
+    @property
+    def delivered(self) -> IntArray | None:
+        return None if self._planned is None else self._ids[: self._num_valid]
 
     @property
     def is_done(self) -> bool:

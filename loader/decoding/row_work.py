@@ -1,4 +1,4 @@
-"""Work on each row of a batch: decode, then transform.
+"""Work on each row of a batch: decode, then transform; and the options of batches.
 
 Threads and worker processes run the same code, so both return the same results. It does not import torch, so that a
 worker process need not wait for that.
@@ -7,7 +7,7 @@ worker process need not wait for that.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -16,14 +16,15 @@ import numpy as np
 
 from ..columns import AnyArray, IntArray, Ragged
 from ..errors import ConfigError, DecodeError, MemoryLimitError
-from ..order.randomness import DECODING, TRANSFORM, sample_rng
+from ..order.permutation import DECODING, TRANSFORM, sample_rng
 from .batch_memory import BatchMemory, new_array
-from .batch_values import BatchValues
 from .byte_views import ByteViews
 from .decode import FieldDecoder, batch_values, has_rng_parameter, is_channels_first
+from .values import BatchValues
 
 if TYPE_CHECKING:
     from .images.images import ImageDecoder, ImagePlan
+
 
 Sample = dict[str, Any]
 Values = AnyArray | ByteViews | Ragged | list[Any]
@@ -52,7 +53,8 @@ class RowTask:
     """Rows of one batch: (n,) int64 sample ids, and n values of each field; the ``encoded`` ones are to be decoded.
 
     ``first_row`` is the number of the first row within the batch. ``keys`` (n, 3) uint64 are the seed, epoch and sample
-    id of each row's random numbers, where rows are of several data sets.
+    id of each row's random numbers, where rows are of several data sets. ``avoided``: those of the ids that are bad
+    without being tried.
     """
 
     epoch: int
@@ -61,6 +63,7 @@ class RowTask:
     fields: Mapping[str, Values]
     encoded: dict[str, FieldDecoder]
     keys: AnyArray | None = None
+    avoided: frozenset[int] = frozenset()
 
     def sample(self, values: Mapping[str, ResultValues], row: int) -> Sample:
         """Get one row of the decoded ``values``, as users see it: images are views in the layout of their decoder."""
@@ -78,7 +81,8 @@ class RowTask:
             if with_plain or name in self.encoded
         }
         keys = None if self.keys is None else self.keys[start:stop]
-        return RowTask(self.epoch, self.first_row + start, self.ids[start:stop], fields, self.encoded, keys)
+        first, ids = self.first_row + start, self.ids[start:stop]
+        return RowTask(self.epoch, first, ids, fields, self.encoded, keys, self.avoided)
 
 
 def channels_first(image: Any) -> Any:
@@ -102,15 +106,14 @@ class RowResults:
 class RowWork:
     """Decoding and ``transform``, with generators that depend on (seed, epoch, sample id) alone.
 
-    Only with ``may_drop`` may the transform return None. With ``goes_on``, the results list the bad samples, and
-    those that ``avoided`` names are bad without being tried; else the first one is raised.
+    Only with ``may_drop`` may the transform return None. With ``goes_on``, the results list the bad samples; else the
+    first one is raised.
     """
 
     transform: Callable[..., Sample | None] | None
     seed: int
     may_drop: bool = False
     goes_on: bool = False
-    avoided: frozenset[int] = frozenset()
 
     def allocate(self, task: RowTask, memory: BatchMemory | None = None) -> RowResults:
         """Make room for the results: an array (n, *shape) where the decoder knows the shape, else a list.
@@ -142,7 +145,7 @@ class RowWork:
                 raise CancelledError
             step: Step = "avoid"
             try:
-                if self.avoided and int(task.ids[row]) in self.avoided:
+                if task.avoided and int(task.ids[row]) in task.avoided:
                     raise DecodeError("avoid= names it")
                 step = "decode"
                 for name, decoder in task.encoded.items():
@@ -226,3 +229,74 @@ class RowWork:
                 "know from the first batch on that samples may be dropped; else return a dict"
             )
         raise ConfigError(f"transform= returned {type(changed).__name__}; it must return a dict")
+
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    from ..columns import IntArray
+
+    # What collate= returns; without one a dict of name -> tensor or list.
+    BatchT = TypeVar("BatchT", default=dict[str, Any])
+else:
+    from typing import TypeVar
+
+    BatchT = TypeVar("BatchT")
+
+Batch = Any
+IDS, VALID = "__id__", "__valid__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """Options of a batch: ``transform`` maps a sample to a sample, ``collate`` a list of samples to a batch.
+
+    ``with_ids`` adds ``__id__``, a (B,) int64 tensor of sample ids; with ``collate``, to each sample.
+
+    ``pad`` adds ``__valid__``, a (B,) bool tensor that is False for rows that only fill up the last batch.
+
+    ``may_drop``: ``transform`` may return None, for a sample that is left out of every batch. ``goes_on``: a sample
+    that cannot be decoded or transformed is not an error yet, nor is one of ``avoided``, which are not tried.
+
+    ``identify`` gives the columns that ``with_ids`` adds, of the rows' sample ids; by default the ids themselves.
+
+    ``finish`` maps each batch, complete, and its number of rows to the batch that is handed out.
+    """
+
+    transform: Callable[..., Sample | None] | None = None
+    collate: Callable[[list[Sample]], Batch] | None = None
+    with_ids: bool = False
+    pad: bool = False
+    seed: int = 0
+    may_drop: bool = False
+    identify: Callable[[IntArray], Mapping[str, IntArray]] | None = None
+    finish: Callable[[Batch, int], Batch] | None = None
+    goes_on: bool = False
+    avoided: frozenset[int] = frozenset()
+
+    @property
+    def work(self) -> RowWork:
+        """The work on each row."""
+        return RowWork(
+            transform=self.transform,
+            seed=self.seed,
+            may_drop=self.may_drop,
+            goes_on=self.goes_on,
+        )
+
+    def refuse_taken_names(self, fields: Collection[str], data: str) -> None:
+        """Raise ConfigError where a data set's field has the name of one that the loader adds, and would be lost."""
+        ids = [IDS] if self.identify is None else self.identify(np.empty(0, np.int64))
+        added = dict.fromkeys(ids, "with_ids=True") if self.with_ids else {}
+        for name, option in {**added, **({VALID: "last_batch='pad'"} if self.pad else {})}.items():
+            if name in fields:
+                raise ConfigError(
+                    f"{data} has a field {name!r}, which {option} adds to batches in its place; leave the field out by "
+                    f"columns=, write it under another name, or leave {option} out"
+                )
+
+    def __post_init__(self) -> None:
+        for name in ("transform", "collate"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name}={value!r} cannot be called; pass a function, or None")

@@ -16,7 +16,7 @@ import pyarrow as pa
 import zstandard
 
 from ..errors import FormatError
-from .base import refuse_large
+from .shard import refuse_large
 from .windows import ShardWindows
 
 if TYPE_CHECKING:

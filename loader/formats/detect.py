@@ -14,7 +14,7 @@ import zstandard
 from ...storage import ByteRange, ObjectInfo, Store
 from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError, DatasetError
-from .names import SUFFIXES, has_suffix, is_hidden
+from .shard import SUFFIXES, has_suffix, is_hidden
 
 if TYPE_CHECKING:
     from .shard import ShardFormat

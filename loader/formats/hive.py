@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from ..columns import ArrayColumn, Block, BytesColumn, Column
-from .names import is_text
 from .schema import NULL_SUFFIX, make_block, refuse_null_clash
+from .shard import is_text
 
 if TYPE_CHECKING:
     from .shard import ChunkRef

@@ -16,13 +16,22 @@ import numpy as np
 
 from ...storage import ByteRange, ObjectInfo, Store
 from ..errors import DatasetError, FormatError
-from .base import BaseFormat, whole_part
-from .chunks import cut_samples
 from .compressed import codec_of, decompress
 from .mds_encodings import fixed_size, gather, make_column
-from .names import SUFFIXES, find_shards, is_hidden
 from .schema import choose_columns, make_block
-from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
+from .shard import (
+    CHUNK_BYTES,
+    SUFFIXES,
+    BaseFormat,
+    ChunkRef,
+    ChunkSpan,
+    ShardIndex,
+    ShardTask,
+    cut_samples,
+    find_shards,
+    is_hidden,
+    whole_part,
+)
 
 if TYPE_CHECKING:
     from ..columns import Block, Column, IntArray

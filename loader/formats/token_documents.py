@@ -14,10 +14,19 @@ from ...storage import NotFoundError, ObjectInfo, Store
 from ...storage.suggestions import unknown_choice
 from ..columns import AnyArray, Block, IntArray, ObjectColumn
 from ..errors import ConfigError, FormatError
-from .base import BaseFormat, refuse_change, refuse_empty, whole_part
-from .names import SUFFIXES
 from .schema import choose_columns
-from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
+from .shard import (
+    CHUNK_BYTES,
+    SUFFIXES,
+    BaseFormat,
+    ChunkRef,
+    ChunkSpan,
+    ShardIndex,
+    ShardTask,
+    refuse_change,
+    refuse_empty,
+    whole_part,
+)
 from .tokens import (
     DTYPES,
     INDEX_AGAIN,

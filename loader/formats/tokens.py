@@ -14,10 +14,21 @@ from ...storage import ByteRange, ObjectInfo, Store
 from ...storage.suggestions import unknown_choice
 from ..columns import ArrayColumn, Block, IntArray
 from ..errors import ConfigError, FormatError
-from .base import BaseFormat, check_whole, refuse_empty, whole_part
-from .names import SUFFIXES, find_shards, has_suffix
 from .schema import choose_columns
-from .shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
+from .shard import (
+    CHUNK_BYTES,
+    SUFFIXES,
+    BaseFormat,
+    ChunkRef,
+    ChunkSpan,
+    ShardIndex,
+    ShardTask,
+    check_whole,
+    find_shards,
+    has_suffix,
+    refuse_empty,
+    whole_part,
+)
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 SUFFIX_DTYPES = {".u16": "uint16", ".u32": "uint32"}

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ..errors import ConfigError
-from ..order.sealed import unseal
+from ..order.state import unseal
 from ..run.no_items import NoItems
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..decoding.batch_options import BatchT
+from ..decoding.row_work import BatchT
 
 if TYPE_CHECKING:
     from ..data_loader import DistributedDataLoader

@@ -17,18 +17,89 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from ..errors import ConfigError, PartitionError
 from .cached import cached_property
 from .permutation import IntArray, permutation, stream_key
-from .pieces import Pieces, cut_into_pieces
-from .selecting.selection import Parts, Selection, lay_rows
-from .share import Share as Share
-from .share import share_bounds as share_bounds
-from .window import LaneWindow
+from .selecting import Parts, Selection, lay_rows
+from .window import LaneWindow, Pieces, cut_into_pieces
+
+if TYPE_CHECKING:
+    from .costs.budget import StepBudget
+    from .costs.costs import SampleCosts
+
+
+def share_bounds(sizes: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:
+    """Cut global batches of the given sizes (steps,) into shares: (steps, world_size + 1) int64, from 0 to each size.
+
+    Shares are equal to within one sample, or proportional to ``weights`` (one positive number per rank), also to within
+    one sample.
+    """
+    if weights is None:
+        ranks = np.arange(world_size + 1, dtype=np.int64)
+        cuts: IntArray = sizes[:, None] // world_size * ranks + np.minimum(ranks, sizes[:, None] % world_size)
+        return cuts
+    check_weights(weights, world_size)
+    cut = np.concatenate(([0.0], np.cumsum(np.asarray(weights, np.float64))))
+    cuts = np.rint(sizes[:, None] * (cut / cut[-1])).astype(np.int64)
+    return cuts
+
+
+def check_weights(weights: Sequence[float], world_size: int) -> None:
+    """Raise PartitionError unless there is one positive, finite weight per rank."""
+    try:
+        fit = len(weights) == world_size and all(0 < weight < float("inf") for weight in weights)
+    except (TypeError, ValueError):  # what cannot be compared with a number
+        fit = False
+    if not fit or isinstance(weights, str | bytes):
+        raise PartitionError(f"shares={weights!r}: needs {world_size} positive numbers, one a rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Share of this rank in every global batch. ``weights``: one positive number per rank; None for equal parts.
+
+    With ``pad``, a rank gets no more samples of the last, smaller batch than of a full one, and without any it borrows
+    one, to have a row to repeat. With or without ``pad``, a rank without a sample of any step of a span borrows one, to
+    know which fields a batch has.
+    ``costs``, one a source: parts cost the same, instead of having as many samples. ``budget``: global batches are as
+    large as it lets them be, and ``global_batch_size`` about how large that is.
+    """
+
+    rank: int
+    world_size: int
+    global_batch_size: int
+    weights: Sequence[float] | None = None
+    pad: bool = False
+    costs: Sequence[SampleCosts] | None = None
+    budget: StepBudget | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            check_weights(self.weights, self.world_size)
+
+    def cuts(self, sizes: IntArray) -> IntArray:
+        """``share_bounds`` of global batches of the given sizes (steps,), none above a full one."""
+        cuts = share_bounds(sizes, self.world_size, self.weights)
+        if not self.pad or self.weights is None:  # equal parts do not grow where the batch is smaller
+            return cuts
+        full = share_bounds(np.array([self.global_batch_size]), self.world_size, self.weights)
+        # What a part has too many goes to the ranks after it, and what is over at the end to those before it.
+        less = np.minimum.accumulate(cuts - full, axis=1)
+        less[:, -1] = (cuts - full)[:, -1]
+        capped: IntArray = full + np.maximum.accumulate(less[:, ::-1], axis=1)[:, ::-1]
+        return capped
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples of a full global batch that are this rank's."""
+        cuts = share_bounds(np.array([self.global_batch_size]), self.world_size, self.weights)[0]
+        return int(cuts[self.rank + 1] - cuts[self.rank])
+
 
 _MASK = (1 << 64) - 1
 # Far beyond any use: more lanes would be arrays that no machine holds, larger numbers would not fit into int64.
@@ -326,3 +397,78 @@ def column_segments(
         stop=start + last[step, column],
         slot=(before + first - low)[step, column],
     )
+
+
+Choice = int | Literal["auto"]
+
+_MANY_CHUNKS_A_LANE = 4  # from here on a permutation of chunks mixes well by itself
+_HELD_BYTES = 64 << 20  # a data set that any rank may hold whole
+_MOST_PIECES = 1 << 20  # bounds the memory of an order: 8 bytes a piece in each of three arrays
+_WINDOW_ROWS = 4096
+
+
+def choose_order(
+    *,
+    seed: int,
+    shuffle: bool,
+    lanes: Choice,
+    window: Choice,
+    piece: Choice,
+    world_size: int,
+    chunk_samples: IntArray,
+    chunk_memory: IntArray,
+    held_bytes: int = 0,
+) -> Order:
+    """The order with all that is "auto" chosen, for chunks of these samples and bytes once opened: (chunks,) each.
+
+    ``held_bytes``: what other data sets take that are read beside this one, and would be held whole if this were.
+
+    Raises:
+        ConfigError: no order has such a seed, number of lanes, window or piece.
+    """
+    if lanes == "auto":
+        lanes = auto_lanes(shuffle=shuffle, world_size=world_size)
+    order = Order(seed=seed, shuffle=shuffle, lanes=lanes)
+    if piece == "auto":
+        piece = auto_piece(
+            shuffle=order.shuffle,
+            lanes=order.lanes,
+            num_chunks=len(chunk_samples),
+            num_samples=int(chunk_samples.sum()),
+            memory_bytes=int(chunk_memory.sum()) + held_bytes,
+        )
+    order = replace(order, piece=piece)
+    if window == "auto":
+        window = auto_window(lanes=order.lanes, mean_chunk_bytes=float(chunk_memory.mean()), piece=order.piece)
+    return replace(order, window=window)
+
+
+def auto_lanes(*, shuffle: bool, world_size: int) -> int:
+    """Lanes for a new run: 1 for one rank without shuffle, otherwise enough for four times the current ranks."""
+    return 1 if not shuffle and world_size == 1 else max(16, next_power_of_two(4 * world_size))
+
+
+def auto_piece(*, shuffle: bool, lanes: int, num_chunks: int, num_samples: int, memory_bytes: int) -> int:
+    """The piece for a new run, 0 for whole chunks: ranges of rows where chunks are few and a rank may hold them all.
+
+    ``memory_bytes`` is what the data set takes once opened.
+    """
+    is_held = num_chunks == 1 or memory_bytes <= _HELD_BYTES
+    if not shuffle or num_chunks >= _MANY_CHUNKS_A_LANE * lanes or not is_held:
+        return 0
+    return -(-num_samples // _MOST_PIECES)
+
+
+def auto_window(
+    *, lanes: int, mean_chunk_bytes: float, piece: int = 0, pool_chunks: int = 64, lane_bytes: int = 64 << 20
+) -> int:
+    """Pieces to mix in a lane.
+
+    Whole chunks: enough for all lanes together to mix about ``pool_chunks``, within about ``lane_bytes`` a lane. Ranges
+    of rows, which the permutation has mixed already: as many as are worth planning at once.
+    """
+    if piece:
+        return max(1, _WINDOW_ROWS // piece)
+    by_mixing = max(2, pool_chunks // lanes)
+    by_memory = int(lane_bytes // max(1.0, mean_chunk_bytes))
+    return max(1, min(by_mixing, by_memory, 8))

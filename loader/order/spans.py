@@ -25,8 +25,9 @@ from .plan import EpochPlan, Order, Segments, Share, column_segments, lane_offse
 
 if TYPE_CHECKING:
     from .costs.costs import SampleCosts
+    from .mixture import Cursor, MixturePlan
     from .permutation import IntArray
-    from .selecting.selection import Selection
+    from .selecting import Selection
     from .window import LaneWindow
 
 
@@ -181,17 +182,17 @@ class EnteredWindow:
 
 
 class EpochSpans:
-    """Plans one epoch's spans for one rank, from a position on."""
+    """Plans one epoch's spans for one rank, from a position on; ``source`` is its data set's number in ``share``."""
 
-    def __init__(self, plan: EpochPlan, share: Share, last_batch: str = "partial") -> None:
+    def __init__(self, plan: EpochPlan, share: Share, last_batch: str = "partial", source: int = 0) -> None:
         self.plan = plan
         self.share = share
         self.steps = plan_steps(plan, share, last_batch)
-        self._cuts: CostCuts | None = None
+        self.costs: CostCuts | None = None  # by which global batches are cut
         if share.costs is not None:
             from .costs.walk import CostCuts
 
-            self._cuts = CostCuts(plan, share.costs)
+            self.costs = CostCuts(plan, share.costs[source])
         self._windows: dict[int, deque[EnteredWindow]] = {}
         self._opened_until = np.zeros(plan.order.lanes, np.int64)  # per lane: offset up to which windows are open
 
@@ -208,9 +209,9 @@ class EpochSpans:
 
     def cuts(self, bounds: IntArray) -> IntArray:
         """Cut global batches with these bounds into shares: (steps, world_size + 1) int64."""
-        if self._cuts is None:
+        if self.costs is None:
             return self.share.cuts(np.diff(bounds))
-        return self._cuts.of(bounds, self.share.world_size, self.share.weights)
+        return self.costs.of(bounds, self.share.world_size, self.share.weights)
 
     def open_windows(self, segments: Segments) -> Iterator[EnteredWindow]:
         """Open the windows that segments are the first to need, one by one: each takes a sort of its samples."""
@@ -356,7 +357,8 @@ class SpanPlanner:
 
     def _spans_of(self, source: int, epoch: int) -> EpochSpans:
         if (source, epoch) not in self._open:
-            self._open[source, epoch] = EpochSpans(self._sources[source].plan(epoch), self._share, self._last_batch)
+            plan = self._sources[source].plan(epoch)
+            self._open[source, epoch] = EpochSpans(plan, self._share, self._last_batch, source)
         return self._open[source, epoch]
 
     def plan_next(self, most: int) -> Span:
@@ -374,7 +376,17 @@ class SpanPlanner:
         if len(spans) == 1:
             return cut_share(taken.epoch, bounds, offsets[0], spans[0].cuts(taken.parts[0].bounds), self._share, taken)
         columns = np.stack(offsets, axis=-1).reshape(len(bounds), -1)
-        return cut_share(taken.epoch, bounds, columns, self._share.cuts(np.diff(bounds)), self._share, taken)
+        return cut_share(taken.epoch, bounds, columns, self._cut(taken, spans, columns), self._share, taken)
+
+    def _cut(self, taken: Taken, spans: Sequence[EpochSpans], columns: IntArray) -> IntArray:
+        """Cut steps that take of several epochs into shares, as ``EpochSpans.cuts`` does those of one."""
+        share, costs = self._share, [of.costs for of in spans if of.costs is not None]
+        if not costs:
+            return share.cuts(np.diff(taken.bounds))
+        from .costs.walk import cut_together
+
+        parts = [(own, part.bounds) for own, part in zip(costs, taken.parts, strict=True)]
+        return cut_together(parts, columns, share.world_size, share.weights)
 
     def open_windows(self, span: Span) -> Iterator[EnteredWindow]:
         """Open the windows that a span is the first to need, one by one: each takes a sort of its samples.
@@ -478,3 +490,67 @@ def chunks_by_first_use(entered: Sequence[EnteredWindow]) -> list[int]:
     by_use = np.argsort(np.concatenate([window.first_uses for window in entered]), kind="stable")
     chunks: list[int] = np.concatenate([window.chunks for window in entered])[by_use].tolist()
     return chunks
+
+
+_MOST_PARTS = 64  # epochs of sources in a span of several steps
+
+
+class EpochCourse:
+    """The course of one data set, from ``position`` of ``epoch`` on. Both are its mutable state."""
+
+    def __init__(self, epoch: int, position: int) -> None:
+        self._epoch = epoch
+        self._position = position
+
+    def take(self, spans_of: Callable[[int, int], EpochSpans], most: int) -> Taken:
+        epoch, first, spans = self._epoch, self._position, spans_of(0, self._epoch)
+        size = spans.plan.num_samples
+        if steps := spans.steps.ahead(first, most):
+            bounds = spans.steps.bounds(first, steps)
+            self._position = int(bounds[-1])
+        else:
+            bounds = np.array([size], np.int64)
+            self._epoch, self._position = epoch + 1, 0
+        of_sources = epoch * size + bounds[[0, -1], None]
+        return Taken(epoch, bounds, (Part(0, epoch, bounds),), of_sources)
+
+
+class MixtureCourse:
+    """The course of a mixture, from ``here`` on, in an epoch that began at ``start``. Both, and the epoch, change."""
+
+    def __init__(self, plan: MixturePlan, epoch: int, start: Cursor, here: Cursor) -> None:
+        self._plan = plan
+        self._epoch = epoch
+        self._start = start
+        self._here = here
+        self._left = plan.steps_left(start, here)
+
+    def take(self, spans_of: Callable[[int, int], EpochSpans], most: int) -> Taken:
+        plan, epoch, here = self._plan, self._epoch, self._here
+        steps = most if self._left is None else min(most, self._left)
+        if not steps:
+            self._epoch, self._start, self._left = epoch + 1, here, plan.steps_left(here, here)
+            taken = np.array([here.taken, here.taken], np.int64)
+            return Taken(epoch, np.zeros(1, np.int64), (), taken)
+        taken = plan.bounds(here, steps)
+        while steps > 1 and self._count_parts(taken) > _MOST_PARTS:
+            steps //= 2
+            taken = taken[: steps + 1]
+        first = here.position - self._start.position
+        bounds = first + np.arange(steps + 1, dtype=np.int64) * plan.global_batch_size
+        parts = tuple(part for source in range(plan.num_sources) for part in self._cut_epochs(source, taken[:, source]))
+        self._here = plan.advance(here, steps)
+        self._left = None if self._left is None else self._left - steps
+        return Taken(epoch, bounds, parts, taken[[0, -1]])
+
+    def _count_parts(self, taken: IntArray) -> int:
+        sizes = np.array(self._plan.sizes, np.int64)
+        used = taken[-1] > taken[0]
+        return int(((taken[-1] - 1) // sizes - taken[0] // sizes + 1)[used].sum())
+
+    def _cut_epochs(self, source: int, taken: IntArray) -> Iterator[Part]:
+        """The epochs of a source that steps lie in."""
+        size = self._plan.sizes[source]
+        if taken[-1] > taken[0]:
+            for epoch in range(int(taken[0]) // size, (int(taken[-1]) - 1) // size + 1):
+                yield Part(source, epoch, np.clip(taken - epoch * size, 0, size))

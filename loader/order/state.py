@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,7 +11,36 @@ from typing import Any
 from ..errors import ConfigError, StateMismatchError
 from .costs.buckets import BucketedOrder
 from .plan import Order
-from .sealed import check_seal, seal
+
+CHECKSUM = "checksum"
+_DIGITS = 16
+
+
+def seal(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the checksum of all that is in it, which is JSON-able."""
+    # Positions may be numpy's numbers.
+    text = json.dumps(state, sort_keys=True, separators=(",", ":"), default=int)
+    return {**state, CHECKSUM: hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}
+
+
+def unseal(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the checksum, to be changed."""
+    return {name: value for name, value in state.items() if name != CHECKSUM}
+
+
+def check_seal(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Compare the checksum of a state, if it has one, with that of what was read from it, as ``seal`` returned it.
+
+    Raises:
+        StateMismatchError: they differ.
+    """
+    if CHECKSUM in state and state[CHECKSUM] != loaded[CHECKSUM]:
+        raise StateMismatchError(
+            f"a damaged loader state: its checksum is {str(state[CHECKSUM])[:40]!r}, and its numbers have "
+            f"{loaded[CHECKSUM]!r}: one of them was changed after state_dict() returned it. Load the state as it was "
+            f"saved; to move one, use `penstock state skip`. A state without {CHECKSUM!r} is loaded as it is"
+        )
+
 
 # A state without pieces is of version 1, which every penstock reads. One with pieces, or with a selection of samples,
 # must not be read by a penstock that does not know these.
@@ -115,7 +146,7 @@ class LoaderState:
         wrong = [name for name, kind in kinds.items() if type(state.get(name)) is not kind]
         if wrong:
             raise StateMismatchError(f"a damaged loader state: {', '.join(wrong)} of the wrong type")
-        if version == _VERSION_OF_BUCKETS and not _is_bucket(state["bucket"]):
+        if version == _VERSION_OF_BUCKETS and not is_bucket(state["bucket"]):
             raise StateMismatchError(f"a damaged loader state: bucket={state['bucket']}")
         loaded = LoaderState(**{name: state[name] for name in kinds})
         try:
@@ -156,7 +187,7 @@ _LABELS = {
 }
 
 
-def _is_bucket(value: Mapping[str, Any]) -> bool:
+def is_bucket(value: Mapping[str, Any]) -> bool:
     kinds = {"index": str, "costs": str, "run": int, "pool": int}
     return set(value) == set(kinds) and all(type(value[name]) is kind for name, kind in kinds.items())
 

@@ -18,8 +18,9 @@ from ..ranks.detect import own_process
 if TYPE_CHECKING:
     from ..columns import IntArray
     from ..dataset.manifest import Manifest
-    from ..order.selecting.selection import Selection
-    from ..reading.bad.samples import BadSamples
+    from ..order.selecting import Selection
+    from ..reading.bad.samples import BadOfSources
+    from .assembler import Delivery
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070
@@ -41,6 +42,21 @@ def to_keys(ids: IntArray, epochs: IntArray) -> IntArray:
     return keys
 
 
+def pair_replaced(item: Delivery, delivered: IntArray | None) -> IntArray | None:
+    """Pair what a log holds of replaced rows with their substitutes, (n, 2), of a batch that has ``delivered`` ids."""
+    if delivered is None:
+        return None
+    differs = item.ids != delivered
+    if not differs.any():
+        return None
+    planned, came = item.ids[differs], delivered[differs]
+    if item.logged is not None:
+        planned = item.logged[differs]
+        came = to_keys(came, planned >> KEY_BITS)
+    pairs: IntArray = np.stack((planned, came), axis=1)
+    return pairs
+
+
 class DeliveryLog:
     """One rank's log: a line of JSON, then one record per batch: (magic, epoch, start, stop, n, n sample ids) as int64.
 
@@ -58,7 +74,7 @@ class DeliveryLog:
     training loop's thread.
     """
 
-    _bad: BadSamples | None = None  # knows which of those filtered out are bad
+    _bad: BadOfSources | None = None  # knows which of those filtered out are bad
     _dropped: tuple[int, int] | None = None  # where the last samples of an epoch that fill no batch begin
     _has_records = False
 
@@ -73,9 +89,10 @@ class DeliveryLog:
         sources: Sequence[tuple[str, str, int, int]] = (),
         may_drop: bool = False,
         is_packed: bool = False,
-        bad: BadSamples | None = None,
+        bad: BadOfSources | None = None,
     ) -> None:
         self._bad = bad
+        self._has_keys = bool(sources)
         if manifest.num_samples >= 1 << KEY_BITS and sources:
             raise ConfigError(
                 f"audit_dir= with a mixture of {manifest.num_samples:,} samples: at most {1 << KEY_BITS:,}"
@@ -121,7 +138,7 @@ class DeliveryLog:
         Raises:
             DatasetError: it cannot be written; nothing of it is in the log.
         """
-        bad = self._bad.among(epoch, dropped) if self._bad is not None and dropped is not None else None
+        bad = None if dropped is None else self._find_bad(epoch, dropped)
         pairs = None if replaced is None else replaced.ravel()
         kinds = [(MAGIC, ids), (FILTER_MAGIC, dropped), (END_MAGIC, left), (BAD_MAGIC, bad), (REPLACE_MAGIC, pairs)]
         records = [
@@ -130,6 +147,17 @@ class DeliveryLog:
             if some is not None
         ]
         self._write(np.concatenate(records))
+
+    def _find_bad(self, epoch: int, dropped: IntArray) -> IntArray | None:
+        if self._bad is None or not self._has_keys:
+            return None if self._bad is None else self._bad.among(epoch, dropped)
+        ids, epochs = dropped & ((1 << KEY_BITS) - 1), dropped >> KEY_BITS
+        found = [
+            to_keys(bad, np.full(len(bad), each, np.int64))
+            for each in np.unique(epochs).tolist()
+            for bad in [self._bad.among(each, ids[epochs == each])]
+        ]
+        return np.concatenate([np.empty(0, np.int64), *found])
 
     def record_skip(self, epoch: int, start: int, stop: int) -> None:
         """Record that the positions ``start`` to ``stop`` are handed out on no rank, on purpose."""

@@ -21,21 +21,20 @@ from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event, Thread
 from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
+from ..reading.chunk_memory import Leases
 from ..reading.chunk_reader import ChunkReader
-from ..reading.leases import Leases
-from .assembler import Assembler, Equipment, Start
-from .delivery_queue import Delivery, DeliveryQueue
+from .assembler import Assembler, Delivery, DeliveryQueue, Equipment, Start
+from .autotune import Sums, Tuner
+from .delivery_log import pair_replaced
 from .device import DeviceFeeder
-from .tuner import Sums, Tuner
 
 if TYPE_CHECKING:
-    from ..decoding.batch_options import BatchOptions
+    from ..counters import Counters, Levels
     from ..decoding.decode import FieldDecoders
     from ..decoding.replace import Replacer
+    from ..decoding.row_work import BatchOptions
     from ..decoding.workers.images import ImageProcesses
     from ..decoding.workers.pool import WorkerPool
-    from ..metrics import Counters, Levels
-    from ..reading.bad.samples import BadSamples
     from ..reading.chunk_source import ChunkSource
     from .autotune import Settings
     from .tuning import PipelineOptions
@@ -65,7 +64,6 @@ class Pipeline:
         workers: WorkerPool | None = None,
         images: ImageProcesses | None = None,
         replacer: Replacer | None = None,
-        bad: BadSamples | None = None,
         tuner: Tuner | None = None,
     ) -> None:
         self._source = source
@@ -93,7 +91,6 @@ class Pipeline:
             counters=counters,
             stopping=self._stopping,
             replacer=replacer,
-            bad=bad,
             memory=self._memory,
             images=images,
         )
@@ -202,8 +199,7 @@ class Pipeline:
         self._finishing = item, time.perf_counter()
         try:
             batch = pending.result()
-            # What came in the place of a mixture's chunks is known before, in the terms of its log.
-            return replace(item, batch=batch, replaced=pending.replaced if item.logged is None else item.replaced)
+            return replace(item, batch=batch, replaced=pair_replaced(item, pending.delivered))
         finally:
             self._finishing = None
 

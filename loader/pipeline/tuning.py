@@ -15,7 +15,7 @@ from ..limits import usable_memory
 from ..order.costs.buckets import count_open_chunks
 from ..ranks.detect import local_world_size
 from ..reading.chunk_source import ALWAYS_BYTES
-from ..reading.fetch_queue import SERVED
+from ..reading.fetching import SERVED
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest

@@ -133,7 +133,7 @@ def wait_for_ranks(
         if time.monotonic() > warn_at:
             warn_at = float("inf")
             _LOG.warning(
-                "the next batch has waited %.0f s for %s; are all ranks there, and do they read?", LONG_S, what
+                "the next batch has waited %.0f s for %s; check that all ranks run and take batches", LONG_S, what
             )
         if is_stopped():
             raise LoaderClosedError("the loader was closed while it waited for other ranks")

@@ -21,8 +21,7 @@ import xxhash
 from ...storage.threads.interruptible import Thread
 from ..dataset.exchange import RemoteError
 from ..errors import ConfigError, DatasetError
-from ..order.cursors import Cursors
-from ..order.outputs import Tail, fillable, keeper_ranks, limit
+from ..order.outputs import Cursors, Tail, fillable, keeper_ranks, limit
 from ..order.plan import Order, lane_offsets, lane_sizes, lane_turns
 from .channel import Channel, MemoryChannel
 

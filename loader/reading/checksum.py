@@ -14,14 +14,13 @@ import numpy as np
 from ...storage import ByteRange, Store, open_store
 from ...storage.hashing import xxh3_64
 from ...storage.threads.daemon_pool import DaemonPool
-from ..dataset.part_sums import FORMATS_IN_PARTS, PartSums, SumArray
+from ..counters import Counters
+from ..dataset.manifest import FORMATS_IN_PARTS, PartSums, SumArray
 from ..errors import ChecksumError, FormatError
-from ..formats.base import refuse_large
 from ..formats.detect import make_format
 from ..formats.hive import Partitions
-from ..metrics import Counters
-from ..progress import show_progress
-from .header_cache import HeaderCache
+from ..formats.shard import refuse_large
+from .layouts import HeaderCache
 
 if TYPE_CHECKING:
     from ..columns import Block
@@ -47,6 +46,8 @@ def sum_chunks(
     """
     known = {} if saved is None else _known_sums(saved)
     shard_format = make_format(manifest.format, manifest.config)
+    from ..progress import show_progress
+
     found: list[tuple[int, SumArray]] = [(0, _NO_SUMS)] * manifest.num_chunks
 
     def sum_one(index: int) -> None:
@@ -172,8 +173,8 @@ class ChunkChecks:
             is_first, self._has_warned = not self._has_warned, True
         if is_first:
             warnings.warn(
-                f"{self._manifest.url}: its manifest has checksums of whole chunks alone, and parts of chunks are "
-                "read, which are not compared; `penstock index` adds theirs",
+                f"{self._manifest.url}: the manifest has checksums of whole chunks only, so parts of chunks are read "
+                "unchecked; run `penstock index` to add checksums of the parts",
                 UncheckedColumnsWarning,
                 stacklevel=2,
             )

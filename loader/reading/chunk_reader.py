@@ -13,19 +13,16 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ..counters import Counters, Levels
 from ..errors import LoaderClosedError
 from ..limits import usable_cores
-from ..metrics import Counters, Levels
 from .chunk_memory import ChunkMemory
-from .fetch_queue import FetchQueue
-from .fetch_threads import FetchThreads
-from .opening_queue import OpeningQueue
-from .slot import Slot
+from .fetching import FetchQueue, FetchThreads, OpeningQueue, Slot
 
 if TYPE_CHECKING:
     from ..columns import Block
+    from .chunk_memory import Leases
     from .chunk_source import ChunkSource, Fetched
-    from .leases import Leases
 
 # Requests for each thread that keep it busy until more come, also while one of them takes long.
 _QUEUED_PER_THREAD = 8

@@ -13,26 +13,22 @@ import numpy as np
 from ...storage import ByteRange, DiscardingStore, LocalStore, Store
 from ...storage.store import is_encrypted
 from ...storage.threads.daemon_pool import DaemonPool
-from ..columns import Block
+from ..columns import Block, pack_records
+from ..counters import Counters
 from ..errors import FormatError
-from ..formats.base import BaseFormat, refuse_large
-from ..formats.failures import explain_failures
 from ..formats.hive import Partitions
 from ..formats.schema import add_marks, expect_nulls
+from ..formats.shard import BaseFormat, explain_failures, refuse_large
 from ..limits import usable_memory
-from ..metrics import Counters
 from .checksum import ChunkChecks
-from .header_cache import HeaderCache
-from .layouts import Layouts
-from .mapped.chunks import MappedChunks
-from .on_disk import cut_ranges, fetch_onto_disk, join_on_disk
-from .records import pack_records
+from .layouts import HeaderCache, Layouts
+from .mapped import MappedChunks
 
 if TYPE_CHECKING:
     from ...storage.options import MappedReads
     from ..dataset.manifest import Manifest
     from ..formats.shard import ChunkRef, ShardFormat
-    from .kept_layouts import KeptLayouts
+    from .layouts import KeptLayouts
 
 _HEADER_BYTES = 64 << 20  # until a pipeline sets its own limit
 # However small the limit: one chunk of this size is always read.
@@ -219,6 +215,8 @@ class ChunkSource:
             return  # then nothing of the chunk was read
         self._headers.forget(chunk.shard)
         if isinstance(self._store, DiscardingStore) and chunk.shard.etag is not None:
+            from .on_disk import cut_ranges
+
             ranges = self._format.chunk_ranges(chunk, header, self._partitions.stored)
             for byte_range in {*ranges, *cut_ranges(ranges, _PIECE_BYTES)}:
                 self._store.discard(chunk.shard.key, byte_range, etag=chunk.shard.etag)
@@ -236,6 +234,8 @@ class ChunkSource:
         files = None if is_large else self._mapped
         mapped = None if files is None else files.map(chunk, ranges)
         if is_large:
+            from .on_disk import fetch_onto_disk
+
             parts = fetch_onto_disk(self._store, chunk, ranges, needed, _PIECE_BYTES)
         elif mapped is not None:
             parts = [mapped]
@@ -294,6 +294,8 @@ class ChunkSource:
 
     def _open_onto_disk(self, chunk: ChunkRef, fetched: Fetched, needed: int) -> Block:
         """A chunk that memory cannot hold, of which only a few MiB are in memory at a time."""
+        from .on_disk import join_on_disk
+
         rows = max(1, chunk.samples * _PIECE_BYTES // needed)
         stored, schema = self._partitions.stored, self._partitions.schema
         pieces = self._format.open_pieces(chunk, fetched.header, fetched.parts, stored, schema, rows)

@@ -7,16 +7,187 @@ as in an archive whose headers state sizes, the checksum covers only the bytes b
 
 from __future__ import annotations
 
+import json
+import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
+from ...storage import ByteRange, DiscardingStore, ObjectInfo, Store
+from ...storage.errors import StorageError
 from ...storage.hashing import xxh3_64
-from ..columns import Block, BytesColumn, Column
-from .kept_layouts import IN_CHUNK, KeptLayouts, Layout
+from ..columns import AnyArray, Block, BytesColumn, Column
+from ..dataset.cache import SealedFolder
+from ..dataset.manifest import UNTHREADED
+from ..errors import FormatError
+
+if TYPE_CHECKING:
+    from ..counters import Counters
+    from ..dataset.manifest import Manifest
+    from ..formats.shard import ShardFormat
+
+
+# What the formats make of the same bytes: to be raised when that changes.
+_VERSION = 1
+_KEPT = 32
+_MOST_BYTES = 64 << 20  # of a file: some two million samples
+_LARGEST = np.iinfo(np.int32).max  # of the chunks
+# Of fewer samples in fewer chunks, headers are walked in the time that a file takes.
+_FEWEST_SAMPLES, _FEWEST_CHUNKS = 1000, 8
+_LOCK_PATIENCE_S = 1.0  # without the lock, what others found meanwhile may be lost
+
+IN_CHUNK = memoryview(b"")  # stands for the chunk's own bytes, which are not kept
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A chunk as it is opened from bytes of this ``checksum`` and ``length``, which ``IN_CHUNK`` stands for."""
+
+    checksum: int
+    length: int
+    block: Block
+
+
+class KeptLayouts:
+    """The layouts that processes of this node found, of one manifest. Any thread may call.
+
+    Mutable state: the file's content, once it is read, under a lock. Every failure means that nothing is kept.
+    """
+
+    def __init__(
+        self, manifest: Manifest, columns: Sequence[str] | None, cache_dir: str | os.PathLike[str] | None
+    ) -> None:
+        self._folder = SealedFolder("layouts", cache_dir, kept=_KEPT)
+        of_manifest = [manifest.fingerprint, manifest.checksums is not None, manifest.format, manifest.config]
+        identity = [_VERSION, *of_manifest, manifest.schema, columns]
+        self._key = xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
+        self._table: _Table | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the layouts take."""
+        return 0 if self._table is None else self._table.nbytes
+
+    def find(self, chunk: int, most_bytes: int) -> Layout | None:
+        """The layout of a chunk, for bytes that are yet to be compared with it; of a table no larger than this."""
+        if self._table is None:
+            with self._lock:
+                if self._table is None:
+                    table = self._read()
+                    self._table = table if table.nbytes <= most_bytes else _Table(_SCHEMA.empty_table())
+        return self._table.find(chunk)
+
+    def save(self, found: Mapping[int, Layout]) -> None:
+        """Add these if there is room; those of other processes stay."""
+        found = {chunk: layout for chunk, layout in found.items() if layout.length <= _LARGEST}
+        samples = sum(layout.block.samples for layout in found.values())
+        if samples < _FEWEST_SAMPLES and len(found) < _FEWEST_CHUNKS:
+            return
+        with suppress(OSError, StorageError, pa.ArrowException), self._folder.lock(self._key, wait_s=_LOCK_PATIENCE_S):
+            known = self._read()
+            data = _write(pa.concat_tables([known.without(set(found)), _tabulate(found)]))
+            if len(data) <= _MOST_BYTES:
+                self._folder.save(self._key, data)
+
+    def _read(self) -> _Table:
+        with suppress(StorageError, pa.ArrowException):  # a folder that is not this user's alone
+            data = self._folder.load(self._key)
+            if data is not None:
+                return _Table(pa.ipc.open_file(pa.BufferReader(data), options=UNTHREADED).read_all())
+        return _Table(_SCHEMA.empty_table())
+
+
+_SCHEMA = pa.schema(
+    {
+        "chunk": pa.int64(),
+        "checksum": pa.uint64(),
+        "length": pa.int64(),
+        "samples": pa.int64(),
+        "nbytes": pa.int64(),
+        "field": pa.string(),
+        "in_chunk": pa.bool_(),  # that is where the values are
+        "text": pa.bool_(),
+        "ascii": pa.bool_(),
+        "places": pa.list_(pa.int32()),  # the starts, then the stops
+        "data": pa.list_(pa.uint8()),  # the values, where they are not in the chunk
+    }
+)
+_ONE_A_FIELD = _SCHEMA.names[:-2]
+
+
+class _Table:
+    """Layouts in a table of ``_SCHEMA``, one row a field; a chunk's fields stand together."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self.nbytes = int(table.nbytes)
+        self._columns = {name: table.column(name).to_pylist() for name in _ONE_A_FIELD}
+        places, self._places_at = _ends(table.column("places"))
+        self._places = places.astype(np.int64)
+        self._data, self._data_at = _ends(table.column("data"))
+        self._rows: dict[int, range] = {}
+        for row, chunk in enumerate(self._columns["chunk"]):
+            self._rows[chunk] = range(self._rows.get(chunk, range(row, row)).start, row + 1)
+
+    def without(self, chunks: set[int]) -> pa.Table:
+        """The table without these chunks."""
+        return self._table.filter(pa.array([chunk not in chunks for chunk in self._columns["chunk"]], pa.bool_()))
+
+    def find(self, chunk: int) -> Layout | None:
+        rows = self._rows.get(chunk)
+        if rows is None:
+            return None
+        first = {name: values[rows.start] for name, values in self._columns.items()}
+        columns = {self._columns["field"][row]: self._column(row) for row in rows}
+        return Layout(first["checksum"], first["length"], Block(first["samples"], first["nbytes"], columns))
+
+    def _column(self, row: int) -> BytesColumn:
+        start, stop = self._places_at[row : row + 2]
+        middle = (start + stop) // 2
+        starts, stops = self._places[start:middle], self._places[middle:stop]
+        if self._columns["in_chunk"][row]:
+            return BytesColumn(IN_CHUNK, starts, stops, text=self._columns["text"][row])
+        data = self._data[self._data_at[row] : self._data_at[row + 1]].tobytes()
+        text = data.decode("ascii") if self._columns["ascii"][row] else None
+        return BytesColumn(memoryview(data), starts, stops, text=self._columns["text"][row], ascii=text)
+
+
+def _ends(lists: pa.ChunkedArray) -> tuple[AnyArray, list[int]]:
+    """The values of all rows, end to end, and where each row's begin in them, and the last one's end."""
+    one: Any = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], lists.type)
+    return np.asarray(one.values), np.asarray(one.offsets).tolist()
+
+
+def _tabulate(found: Mapping[int, Layout]) -> pa.Table:
+    rows: list[dict[str, Any]] = []
+    for chunk, layout in sorted(found.items()):
+        block = layout.block
+        of_chunk = {"chunk": chunk, "checksum": layout.checksum, "length": layout.length}
+        of_chunk |= {"samples": block.samples, "nbytes": block.nbytes}
+        for name, column in block.columns.items():
+            assert isinstance(column, BytesColumn)
+            of_field = {"field": name, "text": column.text, "ascii": column.ascii is not None}
+            of_field["in_chunk"] = column.buffer is IN_CHUNK
+            of_field["places"] = np.concatenate([column.starts, column.stops]).astype(np.int32)
+            of_field["data"] = np.frombuffer(column.buffer, np.uint8)
+            rows.append({**of_chunk, **of_field})
+    return pa.Table.from_pylist(rows, _SCHEMA)
+
+
+def _write(table: pa.Table) -> memoryview:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, _SCHEMA) as writer:
+        writer.write_table(table.combine_chunks())
+    return memoryview(sink.getvalue())
+
 
 _ENTRY_BYTES = 1000  # what a layout takes beside its arrays, about
 
@@ -130,3 +301,147 @@ def _exchange(columns: Mapping[str, Column], old: memoryview, new: memoryview) -
 
 def _count_bytes(column: BytesColumn) -> int:
     return column.starts.nbytes + column.stops.nbytes + len(column.buffer) + len(column.ascii or "")
+
+
+ENTRY_BYTES = 300  # what a shard takes beside its header: a lock, and its place in the table; measured
+
+
+_Range = tuple[str, ByteRange | None, str]  # an object's key, a part of it, its ETag
+
+
+class _NotingStore:
+    """Reads from a store, which may cache, and notes the ranges that it reads."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.ranges: list[_Range] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get(self, key: str, byte_range: ByteRange | None = None, *, etag: str | None = None) -> memoryview:
+        if etag is not None:
+            self.ranges.append((key, byte_range, etag))
+        return self._inner.get(key, byte_range, etag=etag)
+
+    def get_ranges(self, key: str, ranges: Sequence[ByteRange], *, etag: str | None = None) -> list[memoryview]:
+        if etag is not None:
+            self.ranges += [(key, byte_range, etag) for byte_range in ranges]
+        return self._inner.get_ranges(key, ranges, etag=etag)
+
+
+class _Entry:
+    """One shard's header, opened under ``lock``. None is a header too, hence ``is_open``."""
+
+    __slots__ = ("header", "is_open", "lock", "nbytes", "ranges")
+
+    def __init__(self) -> None:
+        self.ranges: list[_Range] = []  # what was read for it of a store that keeps it
+        self.lock = threading.Lock()
+        self.is_open = False
+        self.header: Any = None
+        self.nbytes = ENTRY_BYTES
+
+
+class HeaderCache:
+    """Opens each shard when it is first asked for, and keeps its header. Called by any thread.
+
+    Headers take ``budget_bytes`` at most, by their own ``nbytes``: those that were not asked for longest are dropped,
+    and read again when they are needed. One header is kept whatever its size.
+
+    Threads that ask for a shard while another one opens it wait for that one. Mutable state: the entries and their
+    sum of bytes, under a lock, and each entry under its own.
+    """
+
+    def __init__(self, shard_format: ShardFormat, store: Store, counters: Counters, *, budget_bytes: int) -> None:
+        self._format = shard_format
+        self._store = store
+        self._counters = counters
+        self._budget = budget_bytes
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one unused for longest first
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all headers, as their formats estimate them."""
+        return self._nbytes
+
+    def limit(self, budget_bytes: int) -> None:
+        """Change the budget; headers beyond a smaller one are dropped at once."""
+        with self._lock:
+            self._budget = budget_bytes
+            self._evict()
+
+    def get(self, shard: ObjectInfo) -> Any:
+        """The shard's header, as the format's ``open_shard`` returned it.
+
+        Raises what ``open_shard`` raises. A failure is not kept, nor are damaged bytes by the store: each thread that
+        waited, and each later call, opens the shard again.
+        """
+        with self._lock:
+            entry = self._entries.get(shard.key)
+            if entry is None:
+                entry = self._entries[shard.key] = _Entry()
+                self._nbytes += entry.nbytes
+                self._evict()
+            self._entries.move_to_end(shard.key)
+        with entry.lock:
+            if not entry.is_open:
+                entry.header = self._open(entry, shard)
+                entry.is_open = True
+                self._count(shard.key, entry)
+            return entry.header
+
+    def _open(self, entry: _Entry, shard: ObjectInfo) -> Any:
+        if not isinstance(self._store, DiscardingStore):
+            return self._format.open_shard(self._store, shard)
+        store: Any = _NotingStore(self._store)
+        entry.ranges = store.ranges
+        try:
+            return self._format.open_shard(store, shard)
+        except FormatError:
+            self._discard(entry)
+            raise
+
+    def _discard(self, entry: _Entry) -> None:
+        """Make the store fetch the bytes of an entry again."""
+        if isinstance(self._store, DiscardingStore):
+            for key, byte_range, etag in entry.ranges:
+                self._store.discard(key, byte_range, etag=etag)
+
+    def has(self, shard: ObjectInfo) -> bool:
+        """Return whether the shard's header is in the cache."""
+        with self._lock:
+            entry = self._entries.get(shard.key)
+            return entry is not None and entry.is_open
+
+    def forget(self, shard: ObjectInfo) -> None:
+        """Have the shard fetched and opened again when it is next asked for, past what the store keeps.
+
+        A thread that is opening it keeps that for itself.
+        """
+        with self._lock:
+            entry = self._entries.pop(shard.key, None)
+            if entry is None:
+                return
+            self._nbytes -= entry.nbytes
+        self._discard(entry)
+
+    def _count(self, key: str, entry: _Entry) -> None:
+        """Add an opened header's bytes, unless it was forgotten or dropped meanwhile."""
+        with self._lock:
+            if entry.header is not None and self._entries.get(key) is entry:
+                entry.nbytes += entry.header.nbytes
+                self._nbytes += entry.header.nbytes
+                self._evict()
+
+    def _evict(self) -> None:
+        """Drop what was unused for longest until the rest fits. Holds the lock."""
+        dropped = 0
+        while self._nbytes > self._budget and len(self._entries) > 1:
+            _, entry = self._entries.popitem(last=False)
+            self._nbytes -= entry.nbytes
+            dropped += entry.nbytes > ENTRY_BYTES
+        if dropped:
+            self._counters.add(evicted_headers=dropped)

@@ -24,7 +24,7 @@ from ...storage.files import write_all
 from ...storage.memory.mapped import kind_of_disk
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, Column, IntArray, ObjectColumn, Ragged, Records
 from ..errors import MemoryLimitError
-from ..formats.base import refuse_change, refuse_large
+from ..formats.shard import refuse_change, refuse_large
 
 if TYPE_CHECKING:
     from ..formats.shard import ChunkRef

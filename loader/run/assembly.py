@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..config.mixture import Mixture
-from ..metrics import Counters
+from ..counters import Counters
 from ..sampler.dataset import DatasetSchedule
 from ..sampler.sampler import Sampler
 
 if TYPE_CHECKING:
     from ..config.loader_config import LoaderConfig
+    from ..order.costs.costs import Cost, SampleCosts
     from ..pipeline.assembler import Assembler, Equipment, Start
     from ..ranks.ledger import Ledgers
+    from ..reading.bad.samples import BadSamples
     from ..sources.kinds import Kind
     from ..sources.quarantine import Quarantine
     from ..sources.sources import Sources
@@ -26,7 +29,8 @@ class Reading:
     """The parts that batches are made with: the sources, the decoders of each kind, and the replacer of bad chunks.
 
     ``counts`` are of what is packed, by source. ``ledgers`` share the ranks' progress in streams; None where there
-    are none. ``is_logged``: an audit asks which samples were dropped.
+    are none. ``is_logged``: an audit asks which samples were dropped. ``bad`` counts the bad samples of each source;
+    None where the first one ends the run, and in a preview.
     """
 
     sources: Sources
@@ -35,6 +39,7 @@ class Reading:
     counts: Sequence[Counters]
     ledgers: Ledgers | None
     is_logged: bool
+    bad: Sequence[BadSamples | None]
 
     def apart(self) -> Reading:
         """Make a copy for a preview, which shares nothing with a running pipeline and posts nothing to other ranks."""
@@ -51,6 +56,7 @@ class Reading:
             counts=[Counters() for _ in self.counts],
             ledgers=ledgers,
             is_logged=False,
+            bad=[None for _ in sources],
         )
 
 
@@ -62,28 +68,39 @@ def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
     """
     order = {name: getattr(config, name) for name in ("seed", "shuffle", "lanes", "window", "piece")}
     of = [(s.manifest.fingerprint, None if s.selection is None else s.selection.to_dict()) for s in sources]
+    opened = partial(_open_index, config, sources)
+    share = config.costs.add_to(config.share, opened)
+    bucket: dict[str, Any] = {"bucket": config.costs.bucket, "bucket_costs": config.costs.open_bucket(opened)}
     if isinstance(config.source, Mixture):
         from ..sampler.mixture import MixtureSchedule
 
         ledgers = _open_ledgers(f"mixture {of}", config) if sources.has_streams else None
-        return Sampler(MixtureSchedule(config.source, sources, share=config.share, ledgers=ledgers, **order))
+        return Sampler(MixtureSchedule(config.source, sources, share=share, ledgers=ledgers, **order, **bucket))
     [source], [(fingerprint, selected)] = sources, of
-    share, bucket_costs = config.costs.open(
-        source.manifest, config.share, storage_options=config.storage_options, cache_dir=config.cache_dir
-    )
     schedule = DatasetSchedule(
         source.manifest,
         **order,
         share=share,
         last_batch=config.last_batch,
         selection=source.selection,
-        bucket=config.costs.bucket,
-        bucket_costs=bucket_costs,
+        **bucket,
         ledgers=_open_ledgers(f"{fingerprint}/{selected}", config) if sources.has_streams else None,
         stream_kind=source.stream_kind,
-        only_skips=source.reshaping is not None and source.reshaping.only_skips,
+        only_skips=source.only_skips,
     )
     return Sampler(schedule)
+
+
+def _open_index(config: LoaderConfig, sources: Sources, cost: Cost) -> Sequence[SampleCosts]:
+    """Read the index of costs of each source."""
+    from ..dataset.cost_index import open_costs
+
+    found = []
+    for number, source in enumerate(sources):
+        with sources.naming(number) if sources.is_mixed else nullcontext():
+            options = source.options.storage_options
+            found.append(open_costs(source.manifest, cost, storage_options=options, cache_dir=config.cache_dir))
+    return found
 
 
 def _open_ledgers(identity: str, config: LoaderConfig) -> Ledgers:
@@ -121,6 +138,7 @@ def make_assembler(
         "kinds": kinds,
         "quarantine": quarantine,
         "is_logged": reading.is_logged,
+        "bad": reading.bad,
     }
     if isinstance(schedule := sampler.schedule, MixtureSchedule):
         return assemble_mixture(

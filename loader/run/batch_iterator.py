@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from ..decoding.batch_options import BatchT
+from ..decoding.row_work import BatchT
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..pipeline.delivery_queue import Delivery
+    from ..pipeline.assembler import Delivery
     from .run import Run
 
 

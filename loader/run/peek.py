@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from ...storage.threads.daemon_pool import DaemonPool
 from ...storage.threads.interruptible import Event
+from ..counters import Counters
 from ..decoding.batch import BatchMaker
 from ..errors import ConfigError, LoaderClosedError
-from ..metrics import Counters
 from ..pipeline.assembler import Equipment
 from ..pipeline.device import DeviceFeeder
 from .assembly import make_assembler
 
 if TYPE_CHECKING:
     from ..columns import Block
-    from ..pipeline.delivery_queue import Delivery
+    from ..pipeline.assembler import Delivery
     from ..reading.chunk_source import ChunkSource
     from .run import Run
 
@@ -67,7 +67,7 @@ def peek(run: Run) -> Any:
             workers=None,
             counters=Counters(),
             stopping=Event(),
-            replacer=run.make_replacer(reading.sources, counts=False),
+            replacer=reading.sources.make_replacer(counts=False),
         )
         equipment = Equipment(
             source=reading.sources.chunks,

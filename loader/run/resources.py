@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ...storage.observability.counts import StoreCounts, count_running, count_store
 from ...storage.observability.process_usage import resident_bytes
 from ...storage.threads.interruptible import Thread
+from ..counters import Levels
 from ..errors import ForkedLoaderError, LoaderClosedError
-from ..metrics import Levels
 from ..ranks.detect import refuse_worker
 
 if TYPE_CHECKING:

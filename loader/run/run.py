@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...storage.observability.counts import fastest_response_s
 from ..config.tuning import count_image_processes
+from ..counters import Counters
 from ..errors import ConfigError
-from ..metrics import Counters, LoaderMetrics, MixtureMetrics, SourceProgress
 from ..pipeline.assembler import Assembler, Equipment, Start
+from ..pipeline.autotune import Tuner
 from ..pipeline.pipeline import Pipeline
-from ..pipeline.tuner import Tuner
 from ..pipeline.tuning import PipelineOptions, tune
 from ..ranks.detect import check_rank
 from ..sources.kinds import group_kinds, open_kinds
@@ -23,13 +23,12 @@ from .assembly import Reading, make_assembler
 if TYPE_CHECKING:
     from ...storage.observability.timeline import Timeline
     from ..config.loader_config import LoaderConfig
-    from ..decoding.batch_options import BatchOptions
-    from ..decoding.replace import Replacer
+    from ..decoding.row_work import BatchOptions
+    from ..metrics import LoaderMetrics
     from ..order.plan import Share
     from ..ranks.naming import Attempt
-    from ..reading.bad.samples import BadSamples
     from ..sampler.sampler import Sampler
-    from ..sources.sources import OpenSource, Sources
+    from ..sources.sources import Sources
     from .resources import Resources
 
 _RECORDING = threading.Lock()
@@ -62,11 +61,12 @@ class Run:
             quarantine=Quarantine(sources, config.errors.max_bad_chunks),
             counts=[Counters() for _ in sources],
             ledgers=None if sampler.schedule.unsized is None else sampler.schedule.unsized.ledgers,
+            bad=[source.errors.bad for source in sources],
             is_logged=config.audit_dir is not None,
         )
         self.batch_options = self._choose_batch_options()
         self._tuner = Tuner(config.tuning)
-        self._replacer = self.make_replacer(sources.apart())
+        self._replacer = sources.apart().make_replacer()
         resources.others += [source.chunks for source in sources]
         if self.reading.ledgers is not None:
             resources.others.append(self.reading.ledgers)
@@ -105,7 +105,7 @@ class Run:
                 selection=selection,
                 may_drop=config.drops,
                 is_packed=config.packs,
-                bad=self.bad,
+                bad=self.sources.bad,
                 sources=self.sources.describe(),
             )
         if share.world_size > 1:
@@ -155,17 +155,6 @@ class Run:
             from ..decoding.workers.images import ImageProcesses
 
             self.resources.images = ImageProcesses(work, count)
-
-    @property
-    def bad(self) -> BadSamples | None:
-        """The bad samples of this rank; None where the first one ends the run."""
-        source: OpenSource = self.sources[0]
-        return source.errors.bad
-
-    def make_replacer(self, apart: Sources, *, counts: bool = True) -> Replacer | None:
-        """Make the replacer of bad samples, which reads by ``apart``; None where they are not replaced."""
-        source: OpenSource = apart[0]
-        return source.errors.replacer(source.chunks, self.batch_options.work, counts=counts)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -286,7 +275,6 @@ class Run:
             workers=self.resources.workers,
             images=self.resources.images,
             replacer=self._replacer,
-            bad=self.bad,
             tuner=self._tuner,
         )
 
@@ -329,9 +317,10 @@ class Run:
 
     def metrics(self) -> LoaderMetrics:
         """Measure the current numbers; of a mixture also the progress in each source."""
+        from ..metrics import LoaderMetrics, MixtureMetrics, SourceProgress
         from ..sampler.mixture import MixtureSchedule
 
-        metrics = self.counters.metrics(self.resources.levels(), self.resources.count_store())
+        metrics = LoaderMetrics.read(self.counters, self.resources.levels(), self.resources.count_store())
         schedule, upcoming = self.sampler.schedule, self.sampler.upcoming
         if not isinstance(schedule, MixtureSchedule):
             return metrics

@@ -8,20 +8,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PartitionError, StateMismatchError
-from ..order.auto import Choice, choose_order
-from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch, size_in_lanes
+from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch
 from ..order.costs.steps import BudgetSteps, EvenSteps, Steps
-from ..order.courses import EpochCourse
-from ..order.cursors import Cursors
-from ..order.plan import Order, Share, lane_offsets, lane_sizes, lane_turns, require_steps
-from ..order.spans import SourceOrder
+from ..order.outputs import Cursors
+from ..order.plan import Choice, Order, Share, choose_order, lane_offsets, lane_sizes, lane_turns, require_steps
+from ..order.spans import EpochCourse, SourceOrder
 from ..order.state import PACKING, LoaderState
+from .resuming import check_bucket
 from .schedule import Place, Schedule
 
 if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
     from ..order.costs.costs import SampleCosts
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
     from ..ranks.ledger import Ledgers
 
 FILTER = "filter"
@@ -53,7 +52,7 @@ class DatasetSchedule(Schedule):
         last_batch: str,
         selection: Selection | None = None,
         bucket: Bucket | None = None,
-        bucket_costs: SampleCosts | None = None,
+        bucket_costs: Sequence[SampleCosts] | None = None,
         ledgers: Ledgers | None = None,
         stream_kind: Mapping[str, Any] | None = None,
         only_skips: bool = False,
@@ -61,7 +60,7 @@ class DatasetSchedule(Schedule):
         self._manifest = manifest
         self._of = selection
         self._bucket = bucket
-        self._bucket_costs = bucket_costs
+        self._bucket_costs = None if bucket_costs is None else bucket_costs[0]
         self._selection = {} if selection is None else selection.to_dict()
         self._num_samples = manifest.num_samples if selection is None else selection.num_samples
         counts = manifest.samples if selection is None else selection.counts
@@ -148,7 +147,7 @@ class DatasetSchedule(Schedule):
     # -- states ---------------------------------------------------------------------------------------------------
 
     def to_state(self, epoch: int, consumed: int) -> LoaderState:
-        from ..order.mixtures.laps import Lap
+        from ..order.mixture import Lap
 
         stream: Mapping[str, Any] = {}
         if self.unsized is not None:
@@ -179,7 +178,7 @@ class DatasetSchedule(Schedule):
             **self._fixed,
             selection=self._selection,
         )
-        self._check_bucket(loaded)
+        check_bucket(self._bucket, self._order, loaded.bucket, loaded.lanes)
         if self.unsized is None:
             _refuse_stream(loaded)
         else:
@@ -192,37 +191,16 @@ class DatasetSchedule(Schedule):
             _read_cursors(loaded, self._kind, self._num_samples)
         return loaded
 
-    def _check_bucket(self, loaded: LoaderState) -> None:
-        """Raise StateMismatchError unless the state's buckets are those of this loader, where it was given any."""
-        here = self._order.bucket if isinstance(self._order, BucketedOrder) else {}
-        if bool(here) != bool(loaded.bucket):
-            raise StateMismatchError(
-                "the state belongs to another run's order and cannot be resumed here; bucket=: "
-                f"{loaded.bucket or 'none'} in the state, {here or 'none'} here"
-            )
-        if not here or self._bucket is None:
-            return
-        # Both were given in samples; the lanes, and what was not given, are the state's.
-        sizes = size_in_lanes(self._bucket, loaded.lanes, global_batch_size=loaded.bucket["run"] * loaded.lanes)
-        given = dict(zip(("run", "pool"), sizes, strict=True))
-        here |= {name: given[name] if getattr(self._bucket, name) != "auto" else loaded.bucket[name] for name in given}
-        if loaded.bucket != here:
-            raise StateMismatchError(
-                f"the state belongs to another run's order and cannot be resumed here; bucket=: {loaded.bucket} in the "
-                f"state, {here} here (run and pool are samples of a lane, costs is the index's checksum)"
-            )
-
     def load(self, state: LoaderState) -> tuple[Place, Sequence[str]]:
-        from ..order.mixtures.laps import Lap
+        from ..order.mixture import Lap
 
         self._order = state.order
         if self.unsized is not None:
             cursors: dict[int, Cursors] = {}
             if _is_alike(state, self._kind):
                 cursors[0] = _read_cursors(state, self._kind, self._num_samples)
-            elif state.consumed:  # so far, each input had an output
-                due = lane_offsets(np.array(state.consumed, np.int64), lane_turns(state.lanes))
-                cursors[0] = Cursors(due, due, due)
+            elif state.consumed:
+                cursors[0] = Cursors.of_all(state.consumed, state.lanes)
             start, here = Lap(state.epoch), Lap(state.epoch, state.consumed)
             self.unsized.load(state.epoch, (start,), (here,), cursors)
         return (state.epoch, state.consumed), ()

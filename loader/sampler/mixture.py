@@ -12,23 +12,22 @@ import xxhash
 
 from ..config.mixture import Mixture, check_position, update_weights
 from ..errors import ConfigError, StateMismatchError
-from ..order.auto import Choice, choose_order
-from ..order.courses import MixtureCourse
-from ..order.mixtures.laps import Lap, is_over
-from ..order.mixtures.mixture import Cursor, MixturePlan
-from ..order.mixtures.source_stream import SourceStream
-from ..order.mixtures.state import MixtureState, SourceState
+from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets
+from ..order.mixture import Cursor, Lap, MixturePlan, is_over
+from ..order.mixture_state import MixtureState, SourceState, SourceStream
+from ..order.outputs import Cursors
 from ..order.permutation import IntArray, stream_key
-from ..order.plan import Order, Share, lane_sizes
-from ..order.spans import SourceOrder
-from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream, yields_alike
+from ..order.plan import Choice, Order, Share, choose_order, lane_sizes
+from ..order.spans import MixtureCourse, SourceOrder
+from .resuming import check_bucket, identity_of, match_sources, merge_changes, refuse_other_stream, yields_alike
 from .schedule import Place, Schedule
 from .unsized import Laps, Unsized
 
 if TYPE_CHECKING:
+    from ..order.costs.costs import SampleCosts
     from ..order.costs.steps import Steps
-    from ..order.cursors import Cursors
-    from ..pipeline.delivery_queue import Delivery
+    from ..order.outputs import Cursors
+    from ..pipeline.assembler import Delivery
     from ..ranks.ledger import EpochLedger, Ledgers
     from ..sources.sources import OpenSource, Sources
 
@@ -111,9 +110,13 @@ class MixtureSchedule(Schedule):
         window: Choice,
         piece: Choice,
         share: Share,
+        bucket: Bucket | None = None,
+        bucket_costs: Sequence[SampleCosts] | None = None,
         ledgers: Ledgers | None = None,
     ) -> None:
         self._sources = sources
+        self._bucket = bucket
+        self._bucket_costs = bucket_costs
         self._stratified = mixture.stratified
         self._given = mixture.changes()
         self._fixed = {name: None if v == "auto" else v for name, v in (("window", window), ("piece", piece))}
@@ -128,6 +131,7 @@ class MixtureSchedule(Schedule):
             chunk_samples=sources.manifest.samples,
             chunk_memory=sources.manifest.memory,
         )
+        self.share = share
         choices = {"window": window, "piece": piece, "world_size": share.world_size}
         self._orders = [self._choose(number, **choices) for number in range(len(sources))]
         self._parted: tuple[SourceState, ...] = ()  # as in epoch ``_parted_in``
@@ -145,7 +149,6 @@ class MixtureSchedule(Schedule):
         begin = Cursor.begin(len(sources))
         self._epochs = {0: self._epoch(begin, begin)}
         self.check_share(share)
-        self.share = share
 
     def _choose(self, number: int, **choices: Any) -> SourceOrder:
         """Choose the order of a source that begins here: seeded by its name, so that other sources do not change it."""
@@ -161,7 +164,21 @@ class MixtureSchedule(Schedule):
             held_bytes=int(self._sources.manifest.memory.sum() - source.manifest.memory.sum()),
             **choices,
         )
-        return self._ordered(number, order)
+        return self._ordered(number, self._add_buckets(number, order))
+
+    def _add_buckets(self, number: int, order: Order) -> Order:
+        """Bucket a source's samples, if that is asked for: by default, a run is its largest part of a global batch."""
+        if self._bucket is None or self._bucket_costs is None:
+            return order
+        source: OpenSource = self._sources[number]
+        part = max(change.weights[number] / sum(change.weights) for change in self._given)
+        return add_buckets(
+            order,
+            self._bucket,
+            self._bucket_costs[number],
+            global_batch_size=max(1, round(part * self.share.global_batch_size)),
+            window_samples=order.window * (order.piece or source.num_samples / source.manifest.num_chunks),
+        )
 
     def _ordered(self, number: int, order: Order) -> SourceOrder:
         source: OpenSource = self._sources[number]
@@ -170,7 +187,13 @@ class MixtureSchedule(Schedule):
             order=order,
             first_chunk=self._sources.first_chunks[number],
             selection=source.selection,
+            bucket_costs=None if self._bucket_costs is None else self._bucket_costs[number],
         )
+
+    def _begin_anew(self, number: int) -> SourceOrder:
+        """Make the order of a source that a loaded state does not have, on the state's lanes."""
+        plain = {name: getattr(self._orders[number].order, name) for name in ("seed", "shuffle", "window", "piece")}
+        return self._ordered(number, self._add_buckets(number, Order(lanes=self._order.lanes, **plain)))
 
     @property
     def order(self) -> Order:
@@ -353,6 +376,7 @@ class MixtureSchedule(Schedule):
                     start=start.taken[k],
                     taken=here.taken[k],
                     stream=self._stream_state(k, epoch, consumed),
+                    bucket=ordered.order.bucket if isinstance(ordered.order, BucketedOrder) else {},
                 )
                 for k, (source, ordered) in enumerate(zip(self._sources, self._orders, strict=True))
             ),
@@ -378,9 +402,11 @@ class MixtureSchedule(Schedule):
                     f"{name}: {getattr(loaded, name)!r} in the state, {value!r} here"
                 )
         known = match_sources(self._sources, loaded)
-        for source, found in zip(self._sources, known, strict=True):
+        for number, (source, found) in enumerate(zip(self._sources, known, strict=True)):
             if found is not None:
                 _check_stream(source, found, loaded.lanes)
+                where = f"the state's source {source.name!r}"
+                check_bucket(self._bucket, self._orders[number].order, found.bucket, loaded.lanes, where)
             for name, value in self._fixed.items() if found is not None else ():
                 if value is not None and getattr(found, name) != value:
                     raise StateMismatchError(
@@ -393,8 +419,8 @@ class MixtureSchedule(Schedule):
         known = match_sources(self._sources, state)
         self._order = replace(self._order, lanes=state.lanes)
         self._orders = [
-            self._ordered(number, replace(ordered.order, lanes=state.lanes) if old is None else state.order_of(old))
-            for number, (ordered, old) in enumerate(zip(self._orders, known, strict=True))
+            self._begin_anew(number) if old is None else self._ordered(number, state.order_of(old))
+            for number, old in enumerate(known)
         ]
         start = Cursor(*state.start, tuple(0 if old is None else old.start for old in known))
         here = Cursor(*state.here, tuple(0 if old is None else old.taken for old in known))
@@ -419,8 +445,10 @@ class MixtureSchedule(Schedule):
         for number, (source, old) in enumerate(zip(self._sources, known, strict=True)):
             if old is None:
                 start = here = Lap()
-            elif not source.stream_kind:
+            elif not source.stream_kind or not old.stream:
                 start, here = (Lap(*divmod(taken, source.num_samples)) for taken in (old.start, old.taken))
+                if source.stream_kind:  # it begins to skip bad samples
+                    cursors[number] = Cursors.of_all(here.outputs, state.lanes)
             else:
                 stream = _read_stream(source, old, state.lanes)
                 start, here = stream.start, stream.here
@@ -439,7 +467,7 @@ def _check_stream(source: OpenSource, state: SourceState, lanes: int) -> None:
     """Raise StateMismatchError where a state's stream part does not fit this source, or is damaged."""
     if not yields_alike(source, state):
         refuse_other_stream(source.name, state.stream, source.stream_kind)
-    if not source.stream_kind:
+    if not source.stream_kind or not state.stream:
         return
     stream, given = _read_stream(source, state, lanes), state.taken - state.start
     is_within = stream.start.epoch == stream.here.epoch

@@ -11,10 +11,10 @@ from ..errors import ConfigError
 from ..order.costs.steps import skip_steps
 
 if TYPE_CHECKING:
-    from ..order.cursors import Cursors
+    from ..order.outputs import Cursors
     from ..order.plan import Order, Share
     from ..order.spans import Course, SourceOrder
-    from ..pipeline.delivery_queue import Delivery
+    from ..pipeline.assembler import Delivery
     from .schedule import Schedule, State
 
 Report = Callable[[int, int, int], None]  # gets positions of an epoch: (epoch, start, stop)
@@ -246,4 +246,6 @@ class Sampler:
         self.is_loaded = True
         self.skip_end(report)
         if news:
-            warnings.warn("the mixture is not the state's: " + "; ".join(news), MixtureChangedWarning, stacklevel=4)
+            warnings.warn(
+                "the mixture differs from the state's: " + "; ".join(news), MixtureChangedWarning, stacklevel=4
+            )

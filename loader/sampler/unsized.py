@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..order.cursors import Cursors
-from ..order.mixtures.laps import Lap
+from ..order.mixture import Lap
+from ..order.outputs import Cursors
 from ..ranks.ledger import EpochLedger, Ledgers, PlainLedger, order_key
 
 if TYPE_CHECKING:
     from ..order.plan import Share
     from ..order.spans import SourceOrder
-    from ..pipeline.delivery_queue import Delivery
+    from ..pipeline.assembler import Delivery
 
 Laps = tuple[Lap, ...]  # of all sources
 

@@ -12,7 +12,7 @@ import torch
 from ..columns import KEY_COLUMN, Block, IntArray
 from ..config.reshaping import fields_of_rows
 from ..decoding.gather import gather
-from ..errors import ConfigError
+from ..errors import ConfigError, LoaderClosedError, MemoryLimitError
 from ..order.spans import ChunkRows
 from ..reading.bad.quarantine import DATA_ERRORS
 from .kinds import Kind, group_kinds
@@ -114,11 +114,16 @@ def _promise(source: OpenSource) -> Any:
 def _first_fields(sources: Sources, number: int, kind: Kind, maker: BatchMaker) -> dict[str, _Value] | None:
     """Read the fields and their values of a source's first sample that stays; None if none of the first few does."""
     source = sources[number]
-    chunk, block = _first_readable(source)
+    goes_on = source.errors.arguments.goes_on
+    found_first = _first_readable(source, goes_on=goes_on)
+    if found_first is None:
+        return None
+    chunk, block = found_first
     numbers = np.arange(source.chunk_samples[chunk]) if source.selection is None else source.selection.rows_of(chunk)
     joint = chunk + sources.first_chunks[number]
     own = kind.maker(maker)
-    own = replace(own, options=replace(own.options, collate=None, with_ids=False, pad=False, finish=None))
+    plain: dict[str, Any] = {"collate": None, "with_ids": False, "pad": False, "finish": None, "goes_on": False}
+    own = replace(own, options=replace(own.options, **plain))  # a bad sample shows nothing, and counts in its place
     read = fields_of_rows(source.manifest, source.columns)
     for row in _kept(source, block, numbers[:_MOST_LOOKED_AT])[:_MOST_TRIED].tolist():
         group = ChunkRows(joint, np.array([row]), np.zeros(1, np.int64))
@@ -132,7 +137,14 @@ def _first_fields(sources: Sources, number: int, kind: Kind, maker: BatchMaker) 
                 continue
             batch = own.join([samples[0]], rows.ids, 1, 1).result()
         else:
-            batch = own.start(rows, 0, 1, 1, keys).result()
+            try:
+                batch = own.start(rows, 0, 1, 1, keys).result()
+            except (LoaderClosedError, ConfigError, MemoryLimitError, MemoryError):
+                raise
+            except Exception:
+                if goes_on:
+                    continue
+                raise
         found = {}
         if source.columns is not None and KEY_COLUMN not in source.columns:
             batch.pop(KEY_COLUMN, None)  # which comes whatever is chosen, and not of all formats
@@ -144,16 +156,19 @@ def _first_fields(sources: Sources, number: int, kind: Kind, maker: BatchMaker) 
     return None
 
 
-def _first_readable(source: OpenSource) -> tuple[int, Block]:
-    """Find the first chunk with readable samples; a few bad ones are skipped. Raises the error of the last one."""
+def _first_readable(source: OpenSource, *, goes_on: bool) -> tuple[int, Block] | None:
+    """Find the first chunk with readable samples; a few bad ones are skipped.
+
+    None after these, where the run ``goes_on`` after bad samples; else the error of the last one is raised.
+    """
     chunks = np.flatnonzero(source.chunk_samples)[:_MOST_CHUNKS].tolist()
     for chunk in chunks:
         try:
             return chunk, source.chunks.load(chunk)
         except DATA_ERRORS:
-            if chunk == chunks[-1]:
+            if chunk == chunks[-1] and not goes_on:
                 raise
-    raise AssertionError("a source has samples")
+    return None
 
 
 def _kept(source: OpenSource, block: Block, rows: IntArray) -> IntArray:

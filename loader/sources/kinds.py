@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..decoding.decode import FieldDecoders, decodes_on_device
-from ..decoding.images.first_values import ImageFields
 from ..errors import ConfigError
+from ..order.cached import cached_property
 
 if TYPE_CHECKING:
     from ..config.loader_config import LoaderConfig
     from ..decoding.batch import BatchMaker
+    from ..decoding.images.kind import ImageFields
+    from ..reading.chunk_source import ChunkSource
     from .sources import OpenSource, Sources
 
 
@@ -96,7 +98,7 @@ def _make_kind(config: LoaderConfig, sources: Sources, group: tuple[int, ...]) -
             f"Source(decode=...) of {sources[group[0]].name!r}: an ImageDecoder(device='cuda') does not go with a "
             "Mixture; leave out its device="
         )
-    decoders.are_images = _ImagesOfAll({sources[number].name: ImageFields(sources[number].chunks) for number in group})
+    decoders.are_images = _ImagesOfAll({sources[number].name: sources[number].chunks for number in group})
     decoders.of_columns = all(sources[number].manifest.has_columns for number in group)
     return Kind(group, decoders, options.transform, bool(options.may_drop))
 
@@ -104,8 +106,14 @@ def _make_kind(config: LoaderConfig, sources: Sources, group: tuple[int, ...]) -
 class _ImagesOfAll:
     """The answer whether an ambiguously named field holds images: in all sources of a kind, or in none."""
 
-    def __init__(self, fields: Mapping[str, ImageFields]) -> None:
-        self._fields = fields
+    def __init__(self, chunks: Mapping[str, ChunkSource]) -> None:
+        self._chunks = chunks
+
+    @cached_property
+    def _fields(self) -> dict[str, ImageFields]:
+        from ..decoding.images.kind import ImageFields
+
+        return {source: ImageFields(chunks) for source, chunks in self._chunks.items()}
 
     def __call__(self, name: str) -> bool:
         answers = {source: fields(name) for source, fields in self._fields.items()}

@@ -15,13 +15,13 @@ from ..errors import ConfigError
 from ..formats.detect import make_format
 from ..formats.schema import marked_shape
 from ..reading.chunk_source import ChunkSource
-from ..reading.kept_layouts import KeptLayouts
+from ..reading.layouts import KeptLayouts
 from .sources import OpenSource, Sources
 
 if TYPE_CHECKING:
     from ..config.loader_config import AskedSource, LoaderConfig
     from ..config.reshaping import Reshaping
-    from ..metrics import Counters
+    from ..counters import Counters
 
 _MIXED_ADVICE = "pack one anew with classes= (--classes) and the other's URL, or give them numbers by a transform="
 
@@ -44,6 +44,7 @@ def open_sources(config: LoaderConfig, counters: Counters) -> Sources:
             warn_of_classes(opened)
             compare_names(opened)
             check_packed(opened)
+            config.errors.check_avoided([source.errors for source in opened])
         return Sources(opened, is_mixed=config.is_mixture)
     except BaseException:
         for source in opened:
@@ -83,7 +84,7 @@ def _open(asked: AskedSource, reshaping: Reshaping | None, config: LoaderConfig,
         if config.is_mixture:  # errors of fields come before errors of samples
             check_names(manifest, given.columns, given.decode)
         selection = make_selection(manifest, asked.subset, asked.weights)
-        errors = config.errors.open(manifest, config.share, selection)
+        errors = config.errors.open(manifest, config.share, selection, asked.name or None)
         names = check_names(manifest, given.columns, given.decode)
         columns = read = config.group.choose_columns(manifest, names)
         if reshaping is not None:

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..errors import DatasetError
 from ..order.spans import ChunkRows
 from ..reading.bad.quarantine import DATA_ERRORS, BadChunk, BadChunkWarning
@@ -51,10 +53,12 @@ class Quarantine:
         """Make a quarantine for a preview, over its own ``sources``: it counts and reports separately."""
         return Quarantine(sources, self._limit, counts=False)
 
-    def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
+    def replace(
+        self, group: ChunkRows, error: BaseException, epoch: int | IntArray | None = None
+    ) -> tuple[ChunkRows, Block]:
         """Replace a chunk's rows, which failed with ``error``, by another chunk's; raise an ``error`` not of the data.
 
-        Without an ``epoch`` their samples are not counted, as they have been already.
+        Without an ``epoch`` of their source, or one a row, their samples are not counted, as they have been already.
 
         Raises:
             DatasetError: more chunks, or samples, are bad than the limit allows; names the latest.
@@ -66,7 +70,10 @@ class Quarantine:
         source: OpenSource = self._sources[number]
         ids: IntArray = group.rows + self._sources.manifest.first_ids[group.chunk]
         if self._counts and epoch is not None:
-            self._count(number, group.chunk, ids - self._sources.first_ids[number], error, epoch)
+            own = ids - self._sources.first_ids[number]
+            epochs = np.broadcast_to(epoch, own.shape)
+            for each in np.unique(epochs).tolist():
+                self._count(number, group.chunk, own[epochs == each], error, each)
         known = self._records.get(group.chunk) or self._avoided.get(group.chunk)
         if known is None:
             if not is_avoided and self._limit is not None and len(self._records) >= self._limit:
@@ -154,7 +161,9 @@ class QuarantineOfSource:
         self._first_chunk = first_chunk
         self._first_id = first_id
 
-    def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]:
+    def replace(
+        self, group: ChunkRows, error: BaseException, epoch: int | IntArray | None = None
+    ) -> tuple[ChunkRows, Block]:
         """Replace rows as ``Quarantine.replace`` does."""
         joint = replace(group, chunk=group.chunk + self._first_chunk)
         other, block = self._of_all.replace(joint, error, epoch)

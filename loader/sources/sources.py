@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from ..dataset.manifest import Manifest
-from ..decoding.batch_options import IDS
+from ..decoding.row_work import IDS
 from ..order.cached import cached_property
 from ..reading.chunk_source import ChunkSource, Fetched, reads_locally
 
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from ..config.errors import ErrorPolicy
     from ..config.mixture import Source
     from ..config.reshaping import Reshaping
-    from ..order.selecting.selection import Selection
+    from ..decoding.replace import Replacer
+    from ..order.selecting import Selection
     from ..packing.packer import Packer
+    from ..reading.bad.samples import BadOfSources
 
 SOURCE = "__source__"
 
@@ -66,6 +68,11 @@ class OpenSource:
     def stream_kind(self) -> Mapping[str, Any]:
         """The dropping and packing that states record; empty where all samples are delivered."""
         return {} if self.reshaping is None else self.reshaping.kind_for(self.manifest)
+
+    @property
+    def only_skips(self) -> bool:
+        """Return whether nothing is dropped but bad samples."""
+        return self.reshaping is not None and self.reshaping.only_skips
 
     @property
     def packer(self) -> Packer | None:
@@ -150,6 +157,31 @@ class Sources(Sequence[OpenSource]):
             for first, source in zip(self.first_ids, self._sources, strict=True)
             for own in source.errors.avoided
         )
+
+    @cached_property
+    def bad(self) -> BadOfSources | None:
+        """The bad samples of this rank; None where the first one ends the run."""
+        of_sources = [source.errors.bad for source in self._sources if source.errors.bad is not None]
+        if not of_sources:
+            return None
+        from ..reading.bad.samples import BadOfSources
+
+        return BadOfSources(of_sources, self.first_ids)
+
+    def make_replacer(self, *, counts: bool = True) -> Replacer | None:
+        """Make the replacer of bad samples, which reads by these sources; None where they are not replaced.
+
+        Without ``counts`` it records nothing.
+        """
+        if self._sources[0].errors.arguments.on_error != "replace":
+            return None
+        from ..decoding.replace import Replacer
+
+        of_sources = [
+            source.errors.substitutes(source.chunks, first_id, counts=counts)
+            for source, first_id in zip(self._sources, self.first_ids, strict=True)
+        ]
+        return Replacer(of_sources, self.manifest)
 
     @property
     def stores(self) -> list[Store]:

@@ -12,7 +12,8 @@ Only reading tells how many outputs a lane yields, so ranks exchange counts::
       |  cut into the ranks' shares by the ``Dealer``
     batches         those of this rank, with what was dropped on the way to them
 
-One data set and a mixture differ in where epochs end (``Epochs``), and in where an epoch's tail begins (``TailRule``).
+One data set and a mixture differ in their ``Epochs``: where these end, where an epoch's tail begins (``TailRule``), and
+which lanes a rank keeps to.
 """
 
 from __future__ import annotations
@@ -26,26 +27,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PartitionError
-from ..order.cursors import Cursors
-from ..order.outputs import keeper_ranks, lanes_of_share
-from ..order.plan import Share, lane_turns, share_bounds
+from ..order.outputs import Cursors
+from ..order.plan import Share, share_bounds
 from ..order.spans import SourceOrder
-from ..pipeline.assembler import Equipment, Start, hand_over, pick_uses, steps_at_once, time_assembly
+from ..pipeline.assembler import (
+    Delivery,
+    Equipment,
+    Start,
+    gather_apart,
+    hand_over,
+    pick_uses,
+    steps_at_once,
+    time_assembly,
+)
 from ..pipeline.delivery_log import to_keys
-from ..pipeline.delivery_queue import Delivery
 from ..ranks.channel import wait_for_ranks
 from ..ranks.ledger import EpochLedger, Ledgers, order_key
 from ..sources.fields import check_fields
-from .dealing import Dealer, DealtIds
+from .dealing import Dealer, DealtIds, DealtSteps
 from .epoch_supply import EpochSupply
 from .epochs import CutEpochs, Epochs, JoinedEpochs, Steps
-from .source_stream import SourceStream, TailRule
+from .source_stream import SourceStream
 from .source_view import choose_lane_options, equipment_of, make_transform
 
 if TYPE_CHECKING:
     from ..columns import IntArray
+    from ..counters import Counters
     from ..decoding.batch import UnfinishedBatch
-    from ..metrics import Counters
+    from ..reading.bad.samples import BadSamples
     from ..sampler.mixture import StreamPlace
     from ..sources.kinds import Kind
     from ..sources.quarantine import Quarantine
@@ -53,7 +62,6 @@ if TYPE_CHECKING:
 
 _STRIDE = 64  # steps whose outputs, handed out before, are skipped together
 _AHEAD_AT_ONCE = 8
-_PATIENCE = 16  # spans for which a mixture keeps a lane of another rank that was needed
 _NO_IDS: IntArray = np.empty(0, np.int64)
 
 OpenLedger = Callable[[int, int], EpochLedger]
@@ -74,15 +82,16 @@ class StreamAssembler:
         kinds: Sequence[Kind],
         orders: Sequence[SourceOrder],
         epochs: Epochs,
-        last_batch: str | None,
         quarantine: Quarantine,
         open_ledger: OpenLedger,
         is_logged: bool,
+        bad: Sequence[BadSamples | None],
         counts: Sequence[Counters] = (),
     ) -> None:
-        """Take, by source, ``orders``, ``counts`` of what is packed, and ``open_ledger`` of (source, epoch).
+        """Take, by source, ``orders``, ``counts`` of what is packed, ``bad`` samples, and ``open_ledger`` of (source,
+        epoch).
 
-        ``kinds`` are those of single sources, in their order. ``last_batch``: None in a mixture.
+        ``kinds`` are those of single sources, in their order.
         """
         self._equipment = equipment
         self._share = share
@@ -98,15 +107,11 @@ class StreamAssembler:
                 f"shares={list(share.weights or ())} of a global batch of {share.global_batch_size} leave "
                 f"nothing to rank {int(sizes.argmin())}; where samples are dropped, each rank needs one at least"
             )
-        numbers, is_mixed = range(len(sources)), sources.is_mixed
-        self._rule = TailRule() if is_mixed else TailRule(grain=share.global_batch_size, last_batch=last_batch)
-        self._of = [
-            equipment_of(equipment, sources, kinds[k], k, orders[k].order.seed) if is_mixed else equipment
-            for k in numbers
-        ]
+        numbers = range(len(sources))
+        self._of = [equipment_of(equipment, sources, kinds[k], k, orders[k].order.seed, bad[k]) for k in numbers]
         self._transforms = [make_transform(sources[k], self._of[k], quarantine.of_source(k)) for k in numbers]
         self._options = [
-            choose_lane_options(self._transforms[k], self._of[k], len(sources), patience=_PATIENCE if is_mixed else 0)
+            choose_lane_options(self._transforms[k], self._of[k], len(sources), patience=epochs.patience)
             for k in numbers
         ]
         self._streams: dict[int, SourceStream] = {}
@@ -142,22 +147,17 @@ class StreamAssembler:
             stream = self._streams[number] = SourceStream(
                 self._sources.names[number] if self._sources.is_mixed else None,
                 partial(self._make_epoch, number),
-                self._rule,
+                self._epochs.rule,
                 lap=lap,
                 taken=taken,
                 cursors=cursors,
             )
-            if self._sources.is_mixed:
+            if not self._epochs.cursors_are_exact:
                 stream.catch_up(cursors.outputs, _STRIDE * self._share.global_batch_size)
         return self._streams[number]
 
     def _make_epoch(self, number: int, epoch: int, position: int, cursors: Cursors) -> EpochSupply:
         source, share = self._orders[number], self._share
-        lanes, rank, world_size = source.order.lanes, share.rank, share.world_size
-        if self._sources.is_mixed:  # the share of a step may be of any lanes
-            own = np.flatnonzero(keeper_ranks(lanes, world_size) == rank)
-        else:
-            own = lanes_of_share(position, lane_turns(lanes), share.global_batch_size, rank, world_size, share.weights)
         return EpochSupply(
             source.plan(epoch),
             share,
@@ -166,7 +166,7 @@ class StreamAssembler:
             self._open_ledger(number, epoch),
             self._options[number],
             cursors=cursors,
-            own=own.tolist(),
+            own=self._epochs.own_lanes(position, source.order.lanes, share).tolist(),
         )
 
     # -- agreeing -------------------------------------------------------------------------------------------------
@@ -225,14 +225,14 @@ class StreamAssembler:
         """Deliver some steps that are settled; False where the pipeline is stopped."""
         if not len(steps):
             return True
-        try:
-            with time_assembly(self._equipment.counters, spans=1):
-                dealt = self._dealer.deal(steps.taken, self._cut(steps.taken))
-        except Exception:
-            if len(steps) == 1 or self._equipment.stopping.is_set():
-                raise
-            # The batches before the one that needs what failed are delivered.
-            return all(self._deliver(steps.cut(step)) for step in range(len(steps)))
+        apart = gather_apart(steps, self._deal, Steps.apart, self._equipment.stopping)
+        return all(self._hand_out(part, dealt) for part, dealt in apart)
+
+    def _deal(self, steps: Steps) -> DealtSteps:
+        with time_assembly(self._equipment.counters, spans=1):
+            return self._dealer.deal(steps.taken, self._cut(steps.taken))
+
+    def _hand_out(self, steps: Steps, dealt: DealtSteps) -> bool:
         ids, dropped = dealt.ids(), dealt.dropped() if self._is_logged else None
         started = time.perf_counter()
         for step, (batch, nbytes) in enumerate(dealt.batches()):
@@ -355,6 +355,7 @@ def assemble_one(
     ledgers: Ledgers,
     last_batch: str,
     is_logged: bool,
+    bad: Sequence[BadSamples | None],
 ) -> StreamAssembler:
     """Make the assembler of one data set."""
     [source], order = sources, start.order
@@ -368,11 +369,11 @@ def assemble_one(
         orders=[
             SourceOrder(chunk_samples=source.chunk_samples, order=order, first_chunk=0, selection=source.selection)
         ],
-        epochs=CutEpochs(start.share.global_batch_size, start.epoch, start.position, cursors),
-        last_batch=last_batch,
+        epochs=CutEpochs(start.share.global_batch_size, start.epoch, start.position, cursors, last_batch),
         quarantine=quarantine,
         open_ledger=lambda _, epoch: ledgers.open(key, lanes, epoch),
         is_logged=is_logged,
+        bad=bad,
     )
 
 
@@ -387,6 +388,7 @@ def assemble_mixture(
     open_ledger: OpenLedger,
     counts: Sequence[Counters],
     is_logged: bool,
+    bad: Sequence[BadSamples | None],
 ) -> StreamAssembler:
     """Make the assembler of a mixture, from ``place`` on."""
     return StreamAssembler(
@@ -396,9 +398,9 @@ def assemble_mixture(
         kinds=kinds,
         orders=place.orders,
         epochs=JoinedEpochs(share.global_batch_size, place),
-        last_batch=None,
         quarantine=quarantine,
         open_ledger=open_ledger,
         is_logged=is_logged,
+        bad=bad,
         counts=counts,
     )

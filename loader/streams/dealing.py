@@ -17,10 +17,10 @@ from .lanes import LaneOutputs
 from .transforms import Collected, LaneTransform, StepRows, pick_rows
 
 if TYPE_CHECKING:
+    from ..counters import Counters
     from ..decoding.batch import BatchMaker, UnfinishedBatch
     from ..decoding.row_job import RowJob
     from ..decoding.rows import Rows
-    from ..metrics import Counters
     from ..sources.sources import Sources
     from .epoch_supply import EpochSupply
 

@@ -15,7 +15,7 @@ from .lanes import LaneBuffer, LaneBuffers, LaneOutputs, Room
 
 if TYPE_CHECKING:
     from ..columns import IntArray
-    from ..order.cursors import Cursors
+    from ..order.outputs import Cursors
     from ..order.plan import EpochPlan, Segments, Share
     from ..ranks.ledger import EpochLedger
     from .transforms import LaneTransform

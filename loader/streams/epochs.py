@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..order.mixtures.laps import Lap, is_over
+from ..order.mixture import Lap, is_over
+from ..order.outputs import keeper_ranks, lanes_of_share
+from ..order.plan import lane_turns
+from .source_stream import TailRule
 
 if TYPE_CHECKING:
     from ..columns import IntArray
-    from ..order.cursors import Cursors
+    from ..order.outputs import Cursors
+    from ..order.plan import Share
     from ..sampler.mixture import StreamPlace
     from .source_stream import SourceStream
 
@@ -36,8 +40,11 @@ class Steps:
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def cut(self, step: int) -> Steps:
-        """Cut out one step."""
+    def apart(self) -> list[Steps]:
+        """Split them into single steps."""
+        return [self._cut(step) for step in range(len(self))]
+
+    def _cut(self, step: int) -> Steps:
         both = slice(step, step + 2)
         return replace(
             self,
@@ -49,8 +56,15 @@ class Steps:
 
 
 class Epochs(Protocol):
-    """The place of a run, and the ends of its epochs. Used by the assembler thread alone."""
+    """The place of a run, and the ends of its epochs. Used by the assembler thread alone.
 
+    ``rule``: where the tails of sources' epochs begin. ``patience``: see ``LaneOptions``. ``cursors_are_exact``: what
+    was taken of each lane is known where the run begins; else outputs between the cursors and there are skipped.
+    """
+
+    rule: TailRule
+    patience: int
+    cursors_are_exact: bool
     epoch: int
     laps: Sequence[Lap]  # where the sources are
     cursors: Sequence[Cursors]  # at which work on them begins, where the run does
@@ -61,6 +75,9 @@ class Epochs(Protocol):
     def cut(self, taken: IntArray, streams: Mapping[int, SourceStream]) -> Steps:
         """Cut the first steps that lie in one epoch; all are settled in ``streams``."""
 
+    def own_lanes(self, position: int, lanes: int, share: Share) -> IntArray:
+        """Choose the lanes that a rank works on ahead in an epoch of a source, from a position on."""
+
     def pass_by(self, steps: Steps) -> None:
         """Go to the end of some steps."""
 
@@ -68,7 +85,11 @@ class Epochs(Protocol):
 class CutEpochs:
     """Epochs of one data set, from ``position`` of ``epoch`` on: each is cut into global batches of ``size``."""
 
-    def __init__(self, size: int, epoch: int, position: int, cursors: Cursors) -> None:
+    patience = 0
+    cursors_are_exact = True
+
+    def __init__(self, size: int, epoch: int, position: int, cursors: Cursors, last_batch: str) -> None:
+        self.rule = TailRule(grain=size, last_batch=last_batch)
         self.epoch = epoch
         self.laps: Sequence[Lap] = [Lap(epoch, position)]
         self.cursors: Sequence[Cursors] = [cursors]
@@ -88,6 +109,10 @@ class CutEpochs:
         bounds = taken[:, 0] - self._began
         return Steps(epoch=self.epoch, bounds=bounds, taken=taken, laps=None, is_end=int(taken[-1, 0]) == stop)
 
+    def own_lanes(self, position: int, lanes: int, share: Share) -> IntArray:
+        size, rank, world_size = share.global_batch_size, share.rank, share.world_size
+        return lanes_of_share(position, lane_turns(lanes), size, rank, world_size, share.weights)
+
     def pass_by(self, steps: Steps) -> None:
         self._here = int(steps.taken[-1, 0])
         if steps.is_end:
@@ -97,6 +122,10 @@ class CutEpochs:
 
 class JoinedEpochs:
     """Epochs of a mixture, from a place on: its sources' own are laid end to end, and ``Mixture.stop`` ends its own."""
+
+    rule = TailRule()
+    patience = 16  # spans
+    cursors_are_exact = False
 
     def __init__(self, size: int, place: StreamPlace) -> None:
         self.epoch = place.epoch
@@ -124,6 +153,9 @@ class JoinedEpochs:
                 break
         bounds = self._consumed + np.arange(len(laps), dtype=np.int64) * self._size
         return Steps(epoch=self.epoch, bounds=bounds, taken=taken[: len(laps)], laps=laps, is_end=is_end)
+
+    def own_lanes(self, position: int, lanes: int, share: Share) -> IntArray:
+        return np.flatnonzero(keeper_ranks(lanes, share.world_size) == share.rank)  # a step's share may be of any lanes
 
     def pass_by(self, steps: Steps) -> None:
         assert steps.laps is not None

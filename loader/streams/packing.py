@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from ..columns import IntArray, Ragged
+from ..counters import Counters
 from ..decoding.batch import BatchMaker, UnfinishedBatch
-from ..decoding.batch_options import IDS, VALID
-from ..decoding.batch_values import BatchValues
-from ..decoding.row_work import RowError
+from ..decoding.row_work import IDS, VALID, RowError
+from ..decoding.values import BatchValues
 from ..errors import LoaderClosedError
-from ..metrics import Counters
 from ..packing.packed import Packed, add_counts, cumulative_lengths, fill, join_segments
 from ..sources.sources import SOURCE
 from .transforms import Collected, PendingResult, Ready, RowReader, StepRows, TransformResult, pick_rows

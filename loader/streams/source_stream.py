@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from ..errors import PartitionError, StateMismatchError
-from ..order.cursors import Cursors
-from ..order.mixtures.laps import Lap
-from ..order.outputs import Tail, fillable
+from ..order.mixture import Lap
+from ..order.outputs import Cursors, Tail, fillable
 from ..order.plan import count_steps, lane_offsets
 from .epoch_supply import ALL_OUTPUTS, EpochSupply
 

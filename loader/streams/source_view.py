@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..columns import Block
     from ..pipeline.assembler import Equipment, ReadsChunks
     from ..reading.bad.quarantine import ReplacesChunks
+    from ..reading.bad.samples import BadSamples
     from ..sources.kinds import Kind
 
 _ANCHOR_BYTES = 1 << 18  # about so much of a lane is worked on again at a resume
@@ -54,13 +55,18 @@ class ReaderOfSource:
             yield chunk - self._first, block
 
 
-def equipment_of(equipment: Equipment, sources: Sources, kind: Kind, number: int, seed: int) -> Equipment:
-    """Make the equipment for one source of a mixture, where chunks and samples have its own numbers.
+def equipment_of(
+    equipment: Equipment, sources: Sources, kind: Kind, number: int, seed: int, bad: BadSamples | None
+) -> Equipment:
+    """Make the equipment for one source, where chunks and samples have its own numbers, and ``bad`` counts bad ones.
 
-    Errors name its samples as its own, and its rows draw by the ``seed`` of its order.
+    Errors name a mixture's samples as those of the source, and its rows draw by the ``seed`` of its order.
     """
-    chunks = Sources([sources[number]], is_mixed=True).chunks
-    maker = replace(kind.maker(equipment.maker), manifest=chunks.manifest, seed=seed)
+    if not sources.is_mixed:
+        return replace(equipment, maker=replace(equipment.maker, bad=bad))
+    chunks, maker = Sources([sources[number]], is_mixed=True).chunks, kind.maker(equipment.maker)
+    options = replace(maker.options, avoided=sources[number].errors.avoided)
+    maker = replace(maker, options=options, manifest=chunks.manifest, seed=seed, bad=bad)
     reader = ReaderOfSource(equipment.reader, sources.first_chunks[number])
     return replace(equipment, source=chunks, reader=reader, maker=maker)
 

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..columns import Block, IntArray
-from ..decoding.copies import copy_sample
 from ..decoding.gather import gather
-from ..decoding.row_errors import describe_row
+from ..decoding.rows import copy_sample, describe_row
 from ..order.spans import ChunkRows
 from ..pipeline.tuning import mean_row_bytes
 
 if TYPE_CHECKING:
     from ..config.keep import BoolArray, Sieve
+    from ..counters import Counters
     from ..decoding.batch import UnfinishedBatch
     from ..decoding.byte_views import Lend
     from ..decoding.decode import FieldDecoders
     from ..decoding.row_job import RowJob
     from ..decoding.rows import Rows
-    from ..metrics import Counters
     from ..pipeline.assembler import Equipment
     from ..reading.bad.quarantine import ReplacesChunks
 

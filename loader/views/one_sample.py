@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...storage import open_store
+from ..counters import Counters
 from ..dataset.index import open_manifest
 from ..decoding.decode import FieldDecoders
 from ..decoding.row_work import RowWork
 from ..errors import ConfigError
 from ..formats.detect import make_format
-from ..metrics import Counters
 from ..reading.chunk_source import ChunkSource
 from .describe import FieldView, describe_value
 from .samples import SampleReader

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, Self, overload
 
 import numpy as np
 
+from ...storage.threads.daemon_pool import DaemonPool
 from ..columns import Block, IntArray
 from ..decoding.decode import FieldDecoders
 from ..decoding.gather import gather
-from ..decoding.row_errors import explain_row_error
 from ..decoding.row_work import RowError, RowTask, RowWork, Sample
+from ..decoding.rows import explain_row_error
 from ..errors import ConfigError, SampleNotFoundError
 from ..order.spans import ChunkRows
 from ..progress import show_progress
-from .ahead import load_ahead
 from .search import find_rows, searched_field
 from .selected_ids import JointIds, SelectedIds
 
@@ -28,7 +31,82 @@ if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
     from ..decoding.rows import Rows
     from ..reading.chunk_source import ChunkSource
-    from ..sources.sources import Sources
+    from ..run.run import Run
+    from ..sources.sources import OpenSource, Sources
+
+
+_THREADS = 8
+_MOST_BYTES = 256 << 20
+_INTERRUPTED_S = 1.0
+
+
+def load_ahead(
+    load: Callable[[int], Block], reserve: Callable[[int], int], chunks: Iterable[int]
+) -> Iterator[tuple[int, Block | Exception]]:
+    """Yield each chunk with the result or error of ``load``, in the order of ``chunks``.
+
+    A few are loaded at once, beyond the first no more than 256 MiB of them, by what ``reserve`` says of each.
+    No thread outlives the iterator, unless it is interrupted: then requests in flight are waited for one second.
+    """
+    pool = DaemonPool("penstock-look", _THREADS)
+    waiting: deque[tuple[int, Future[Block]]] = deque()
+    held = 0
+    patience_s: float | None = None
+    try:
+        for chunk in chunks:
+            while waiting and (len(waiting) > _THREADS or held + reserve(chunk) > _MOST_BYTES):
+                held -= reserve(waiting[0][0])
+                yield _finished(*waiting.popleft())
+            held += reserve(chunk)
+            waiting.append((chunk, pool.submit(load, chunk)))
+        while waiting:
+            yield _finished(*waiting.popleft())
+    except KeyboardInterrupt:
+        patience_s = _INTERRUPTED_S
+        raise
+    finally:
+        for _, future in waiting:
+            future.cancel()
+        pool.close(patience_s)
+
+
+def _finished(chunk: int, future: Future[Block]) -> tuple[int, Block | Exception]:
+    try:
+        return chunk, future.result()
+    except Exception as exc:  # noqa: BLE001 - the caller decides how to treat a bad chunk
+        return chunk, exc
+
+
+def open_view(run: Run) -> DatasetView:
+    """Open a view of the samples of all sources. Reads nothing."""
+    sources = run.sources.apart()
+    kinds = {number: kind for kind in run.reading.kinds for number in kind.sources}
+    readers = [
+        SampleReader(
+            source.chunks,
+            kinds[number].decoders.on_host,
+            partial(_work_on, run, number),
+            run.resources.check_open,
+            source.errors.avoided,
+        )
+        for number, source in enumerate(sources)
+    ]
+    ids = [_ids_of(source) for source in sources]
+    views = [DatasetView(reader, own) for reader, own in zip(readers, ids, strict=True)]
+    if not sources.is_mixed:
+        return views[0]
+    joint = JointIds(ids, sources.first_ids)
+    return DatasetView(JointReader(sources, readers), joint, sources=dict(zip(sources.names, views, strict=True)))
+
+
+def _ids_of(source: OpenSource) -> range | SelectedIds:
+    return range(source.manifest.num_samples) if source.selection is None else SelectedIds(source.selection)
+
+
+def _work_on(run: Run, number: int) -> RowWork:
+    """Make the work on a source's samples, with the random numbers of its order, which a loaded state may bring."""
+    options, seed = run.sources[number].options, run.sampler.orders[number].order.seed
+    return replace(run.batch_options, transform=options.transform, may_drop=options.may_drop, seed=seed).work
 
 
 class SampleReader:
@@ -45,12 +123,14 @@ class SampleReader:
         decoders: Callable[[], FieldDecoders],
         work: Callable[[], RowWork],
         check_open: Callable[[], None],
+        avoided: frozenset[int] = frozenset(),
     ) -> None:
         self.manifest: Manifest = chunks.manifest
         self._chunks = chunks
         self._decoders = decoders
         self._work = work
         self._check_open = check_open
+        self._avoided = avoided
         self._last: tuple[int, Block] | None = None
 
     def sample(self, sample_id: int, epoch: int) -> Sample:
@@ -60,16 +140,24 @@ class SampleReader:
             StorageError, FormatError: the sample's chunk cannot be read.
             DecodeError: a field cannot be decoded. What ``transform`` raises is raised, with a note.
         """
-        return self._work_on(sample_id, self._decoders(), replace(self._work(), goes_on=False), epoch)
+        work = replace(self._work(), goes_on=False)
+        return self._work_on(sample_id, self._decoders(), work, epoch, self._avoided)
 
     def raw(self, sample_id: int) -> Sample:
         """Read a sample as it is stored: fields of files as bytes, columns as their values."""
         return self._work_on(sample_id, FieldDecoders(None), RowWork(transform=None, seed=0), 0)
 
-    def _work_on(self, sample_id: int, decoders: FieldDecoders, work: RowWork, epoch: int) -> Sample:
+    def _work_on(
+        self,
+        sample_id: int,
+        decoders: FieldDecoders,
+        work: RowWork,
+        epoch: int,
+        avoided: frozenset[int] = frozenset(),
+    ) -> Sample:
         rows = self._read(sample_id, decoders)
         encoded = {name: found for name in rows.fields if (found := decoders.settled.get(name)) is not None}
-        task = RowTask(epoch, 0, rows.ids, rows.fields, encoded)
+        task = RowTask(epoch, 0, rows.ids, rows.fields, encoded, avoided=avoided)
         results = work.allocate(task)
         failed: RowError | None = None
         try:
@@ -274,6 +362,6 @@ class DatasetView:
         return f"DatasetView({self._reader.manifest.url!r}, {len(self):,}{part} samples)"
 
     def _repr_html_(self) -> str:
-        from .html import dataset_html  # for notebooks alone
+        from .html import dataset_html
 
         return dataset_html(self)

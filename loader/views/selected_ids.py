@@ -11,7 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ..columns import IntArray
-    from ..order.selecting.selection import Selection
+    from ..order.selecting import Selection
 
 
 class _Ids(Sequence[int]):

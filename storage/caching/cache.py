@@ -166,7 +166,7 @@ class CacheStore:
     def _look(self, name: str) -> memoryview | None:
         data, corrupt = self._disk.read(name)
         if corrupt and self._count("corrupt") == 1:
-            _LOG.warning("the cache of %s has a corrupt entry; it is fetched again, as are others", self.url)
+            _LOG.warning("the cache of %s has a corrupt entry; such entries are fetched again", self.url)
         if data is not None:
             self._count("hits", "hit_bytes", len(data))
         return data

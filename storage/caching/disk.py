@@ -98,7 +98,7 @@ class CacheDisk:
                     os.utime(fd)
             return data, False
         except OSError as exc:
-            _LOG.warning("the cache in %s can't be read (%s); reading past it", self._folder, exc.strerror)
+            _LOG.warning("the cache in %s cannot be read (%s); reading from the store", self._folder, exc.strerror)
             return None, False
         finally:
             os.close(fd)
@@ -253,7 +253,7 @@ class CacheDisk:
                 return
             self._warned = True
         _LOG.warning(
-            "the cache in %s can't be written (%s): the run goes on and reads from the store; "
+            "the cache in %s cannot be written (%s): the run continues and reads from the store; "
             "free disk space or lower cache_limit=",
             self._folder,
             exc.strerror,
@@ -265,8 +265,8 @@ class CacheDisk:
                 return
             self._has_warned_of_size = True
         _LOG.warning(
-            "the cache in %s has no room for a range of %s bytes: its limit is %s bytes. Such ranges are read from the "
-            "store each time; raise cache_limit=, or free disk space",
+            "the cache in %s is too small for a range of %s bytes: its limit is %s bytes. Such ranges are read from "
+            "the store each time; raise cache_limit=, or free disk space",
             self._folder,
             f"{size:,}",
             f"{self.limit_bytes:,}",

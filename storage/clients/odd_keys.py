@@ -29,8 +29,8 @@ def leave_out_odd(
     if odd and url not in _warned:
         _warned.add(url)
         _LOG.warning(
-            "%s: left out of the listing: %s%s; keys with an empty, '.' or '..' part or a control character can't be "
-            "read, so rename these if they are data",
+            "%s: these keys cannot be read and are left out: %s%s; they have an empty, '.' or '..' part or a control "
+            "character, so rename them if they are data",
             url,
             ", ".join(map(repr, odd[:_NAMED])),
             f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else "",

@@ -231,7 +231,7 @@ def open_budget(host: str, max_places: int) -> NodeBudget | None:
     try:
         return NodeBudget(OwnFolder(folder, what="folder", cure="set XDG_RUNTIME_DIR"), name, max_places)
     except (OSError, AccessDeniedError) as exc:
-        _warn_once(f"requests to a host are limited in each process alone, not for all of this machine's: {exc}")
+        _warn_once(f"requests to a host are limited per process, not for the whole machine: {exc}")
         return None
 
 

@@ -367,7 +367,7 @@ class RetryStore:
                 return
             self._warned_at = now
         _LOG.warning(
-            "no success for %.0f s, tried %d times, until %.0f s have passed: %s",
+            "a request has failed for %.0f s (tries: %d) and is retried for up to %.0f s: %s",
             now - started, tries, deadline_s, failure,
         )  # fmt: skip
 

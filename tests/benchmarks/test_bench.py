@@ -24,7 +24,7 @@ from penstock.benchmarks.harness.config import BenchConfig
 from penstock.benchmarks.harness.convert import group_scalars
 from penstock.benchmarks.harness.job import Job, Measurement
 from penstock.benchmarks.harness.layout import _describe
-from penstock.benchmarks.harness.plot import caption, is_wide, plot_ratios, short_number
+from penstock.benchmarks.harness.plot import caption, is_wide, plot_ratios
 from penstock.benchmarks.harness.ratios import best_peer, median_ratio, round_ratios, summarize
 from penstock.benchmarks.harness.report import format_duration
 from penstock.benchmarks.harness.subprocesses import MeasurementError, find_tree, memory_of, run_job
@@ -115,8 +115,7 @@ def test_scalar_columns_of_one_type_become_one_array_for_peers() -> None:
     assert list(grouped) == ["n", "float32s"]
 
 
-def test_numbers_are_short_enough_for_a_plot() -> None:
-    assert [short_number(value) for value in (7, 9_940, 123_456, 2_500_000)] == ["7", "9.9k", "123k", "2.5M"]
+def test_durations_are_short_enough_for_a_table() -> None:
     assert [format_duration(value) for value in (2e-5, 0.0123, 1.5)] == ["20 us", "12.3 ms", "1.50 s"]
 
 
@@ -239,6 +238,7 @@ def test_a_peer_that_fails_in_a_round_is_not_measured_and_the_others_are(monkeyp
         comparison._run_rounds(jobs, 2, startup=False, timeout_s=9.0, say=print, refused={})
 
 
+@pytest.mark.slow
 def test_what_cannot_be_plotted_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,11 +154,11 @@ def test_the_report_fits_the_terminal(report: dict[str, Any], width: int, capsys
 @pytest.mark.parametrize("least", [50.0, 5.0, 0.01])
 def test_a_bar_that_is_half_as_long_is_half_as_fast(least: float) -> None:
     axis = rate_axis([100.0, least])
-    whole = axis.x(100.0) - axis.left
-    assert whole == pytest.approx(axis.right - axis.left)
-    assert axis.x(least) - axis.left == pytest.approx(whole * least / 100)
+    whole = axis.place(100.0) - axis.start
+    assert whole == pytest.approx(axis.stop - axis.start)
+    assert axis.place(least) - axis.start == pytest.approx(whole * least / 100)
     assert axis.ticks()[0] == 0.0
-    assert all(axis.left - 0.1 <= axis.x(tick) <= axis.right + 0.1 for tick in axis.ticks())
+    assert all(axis.start - 0.1 <= axis.place(tick) <= axis.stop + 0.1 for tick in axis.ticks())
     assert 2 <= len(axis.ticks()) <= 6
 
 

@@ -82,6 +82,7 @@ def test_reports_for_people_fit_a_terminal(shards: Path, capsys: pytest.CaptureF
         assert max(len(line) for line in out.splitlines() if str(shards) not in line) <= 100
 
 
+@pytest.mark.slow
 def test_a_folder_of_splits_is_read_one_split_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for split, count in (("train", 30), ("val", 5)):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(count)))

@@ -37,6 +37,7 @@ def tokens(tmp_path: Path) -> Path:
 MADE_UP = ("plan", "--samples", 100_000, "--shards", 50, "--sample-bytes", 20_000)
 
 
+@pytest.mark.slow
 def test_plan_of_a_share_counts_its_samples_and_the_chunks_that_have_some(capsys: pytest.CaptureFixture[str]) -> None:
     plan = (*MADE_UP, "--world-size", 4, "--batch-size", 10)
     (whole,), (half,), (few,) = (
@@ -89,6 +90,7 @@ def test_plan_says_what_the_last_batch_holds(capsys: pytest.CaptureFixture[str],
     assert f"--last-batch {last_batch}: " in out
 
 
+@pytest.mark.slow
 def test_plan_says_that_chunks_are_too_few_for_the_lanes(capsys: pytest.CaptureFixture[str]) -> None:
     def told(*more: object, size: int = 100) -> str:
         given = ("plan", "--samples", 5000, "--shards", 1, "--sample-bytes", size, "--batch-size", 8)
@@ -108,6 +110,7 @@ def test_plan_says_that_chunks_are_too_few_for_the_lanes(capsys: pytest.CaptureF
         assert "one chunk, so" not in one
 
 
+@pytest.mark.slow
 def test_plan_gives_a_program_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     code, told = call_json(capsys, *MADE_UP, "--world-size", 8, 6, "--global-batch-size", 48)
     assert code == 0

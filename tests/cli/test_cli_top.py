@@ -67,7 +67,7 @@ def test_silent_ranks_failed_ranks_and_those_on_other_disks_are_named(
     write(folder, 0, 8)
     write(folder, 1, 8, time=time.time() - 45, every_s=0.01)
     text, _ = look(capsys, folder)
-    assert "Rank 1 has told nothing for 45 s, and the others wait: stopped, dead, or the disk of the node" in text
+    assert "Rank 1 has been silent for 45 s, and the others wait: the process is stopped or dead, or its" in text
     assert "Ranks 2 to 7: not seen here." in text
     write(folder, 0, 8, state="failed", error="ValueError: \x1b[2Jbad labels")
     text, _ = look(capsys, folder)
@@ -88,7 +88,7 @@ def test_a_rank_whose_clock_is_late_is_not_silent_while_it_writes(
 
     monkeypatch.setattr("penstock.cli.top.time.sleep", write_another)
     text, _ = look(capsys, folder)
-    assert "told nothing" not in text
+    assert "been silent" not in text
     assert len(glances) == 3  # until there was a new file
 
 
@@ -155,7 +155,7 @@ def test_a_run_that_ended_or_was_killed_says_so(folder: Path, capsys: pytest.Cap
     write(folder, 0, time=time.time() - 100, every_s=0.01)
     write(folder, 1, time=time.time() - 90, every_s=0.01)
     text, _ = look(capsys, folder)
-    assert "No rank has told of itself for 90 s: the run was ended by force, or its nodes or their disk hang." in text
+    assert "All ranks have been silent for 90 s: the run was killed, or its nodes or their disk hang." in text
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "end", "step": 500, "time": time.time(), "loss": 0.1}) + "\n")
     for rank in range(2):
@@ -175,7 +175,7 @@ def test_what_never_was_a_run_is_an_error_and_one_without_statuses_is_told_of(
     assert run(["top", str(tmp_path)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
     text, _ = look(capsys, folder)
-    assert "No rank tells of itself here: report.status_s is off, or they write elsewhere. At step 120." in text
+    assert "No rank writes its state here: report.status_s is off, or they write elsewhere. At step 120." in text
     (folder / "metrics.jsonl").write_text("")
     assert "has no records yet" in look(capsys, folder)[0]
 

@@ -91,7 +91,7 @@ def test_top_waits_for_a_run_to_begin_and_shows_it_until_its_training_ends(tmp_p
         (tmp_path / "run" / "data").mkdir()
         write(tmp_path / "run", 0, 1)
         view.wait_for("step 120 of 500")
-        view.wait_for("q or Ctrl-C ends this view, and the run goes on.")
+        view.wait_for("q or Ctrl-C ends this view, not the run.")
         write(tmp_path / "run", 0, 1, state="failed", error="ValueError: no label")
         view.wait_for("If it starts again, it is shown here.")
         write(tmp_path / "run", 0, 1, state="ended", step=500)

@@ -116,6 +116,12 @@ def test_the_page_holds_every_case_and_what_failed(tmp_path: Path) -> None:
         write_page(tmp_path / "none.json", tmp_path / "page.md")
 
 
+def test_the_page_is_what_the_kept_results_make(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    write_page(root / "benchmarks" / "results" / "faults.json", tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == (root / "docs" / "RELIABILITY.md").read_text()
+
+
 @pytest.fixture(scope="module")
 def bench(s3_endpoint: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(s3_endpoint, tmp_path_factory.mktemp("stages"), seed=5)

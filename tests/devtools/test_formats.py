@@ -16,6 +16,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     return write_formats(tmp_path_factory.mktemp("formats"), Config(rows=300, blobs=8))
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_in_every_format(made: dict[str, list[Path]]) -> None:
     assert len(made["rows"]) > 2
     found = []

@@ -58,8 +58,14 @@ def test_all_that_runs_is_found() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("name", [name for name in RUNNABLE if name not in CHILDREN])
-@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *((name, "--help") for name in RUNNABLE if name not in CHILDREN),
+        ("devtools.images", "-h"),
+        ("devtools.fuzz", "-h"),
+    ],
+)
 def test_help_names_the_command(name: str, option: str, run: Callable[..., tuple[object, str, str]]) -> None:
     code, told, warned = run(name, option)
     program = f"{name.rpartition('.')[2]}.py" if name in SCRIPTS else f"python -m {name.replace('.', ' ', 1)}"

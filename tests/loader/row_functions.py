@@ -103,3 +103,9 @@ def fail_on_sevens(sample: Sample) -> Sample:
     if number % 7 == 0:
         raise ValueError(f"{number} is a multiple of 7")
     return sample
+
+
+def fail_on_every_fifth(sample: dict[str, Any]) -> dict[str, Any]:
+    if int(sample["n"]) % 5 == 0:
+        raise ValueError(f"sample {sample['n']} is one of every fifth")
+    return sample

@@ -26,7 +26,6 @@ from penstock.loader import (
     ConfigError,
     DatasetError,
     DecodeError,
-    Mixture,
     Packing,
     audit,
     open_manifest,
@@ -245,11 +244,6 @@ def test_what_is_no_fault_of_a_sample_still_stops(images: str) -> None:
 def test_arguments_that_cannot_work_are_refused(images: str, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make(images, **options)
-
-
-def test_a_mixture_refuses_them(images: str) -> None:
-    with pytest.raises(ConfigError, match="on_error= with a Mixture"):
-        make(Mixture({images: 1.0}))
 
 
 def test_a_file_of_another_data_set_is_refused(images: str, rows: Path, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 SHARED = [*((changes, 1) for changes in CHANGES), ("transform", 4), ("collate", 4)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("changes", "world_size"), SHARED)
 @pytest.mark.parametrize("last_batch", ["pad", "partial"])
 @pytest.mark.filterwarnings("ignore::penstock.loader.BadSampleWarning")

@@ -85,6 +85,7 @@ def test_an_order_depends_on_the_seed_alone(tars):
     assert order(3) != order(4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("before", "after", "stop_after"),
     [(1, 4, 1), (1, 4, 7), (3, 2, 7), (2, 2, 0), (4, 1, 100)],

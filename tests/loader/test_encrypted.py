@@ -42,6 +42,7 @@ def batches(source: Path, options: Any = None, **more: Any) -> list[dict[str, An
         return [{name: list(map(str, batch[name])) for name in ("__id__", "txt")} for batch in loader]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["tar", "parquet", "mds", "jsonl", "arrow"])
 def test_an_encrypted_data_set_gives_the_batches_of_the_plain_one(tmp_path: Path, kind: str) -> None:
     plain, secret = pack_both(tmp_path, kind)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock.loader.metrics import Counters, Levels, LoaderMetrics, Totals, find_bottleneck
+from penstock.loader.counters import Counters, Levels, Totals
+from penstock.loader.metrics import LoaderMetrics, find_bottleneck
 from penstock.storage.observability.counts import StoreCounts
 from penstock.storage.observability.timeline import Timeline
 
@@ -48,7 +49,7 @@ def test_metrics_hold_every_total_and_go_through_json() -> None:
     counters = Counters()
     counters.add(batches=2, fetch_s=1.5)
     levels, store = Levels(resident_bytes=7, ready_batches=3), StoreCounts(requests=4, cache_hits=5)
-    metrics = counters.metrics(levels, store)
+    metrics = LoaderMetrics.read(counters, levels, store)
     assert json.loads(json.dumps(metrics.to_dict())) == dataclasses.asdict(metrics)
     assert metrics.to_dict() == {
         **counters.totals().to_dict(),
@@ -131,10 +132,10 @@ def test_the_bottleneck_is_the_stage_that_the_others_wait_for(sums: dict[str, An
 def test_the_time_between_two_metrics_has_sums_and_a_bottleneck_of_its_own() -> None:
     counters = Counters()
     counters.add(batches=1, consumer_wait_s=9.0, consumer_busy_s=1.0, chunk_wait_s=9.0, fetch_s=9.0)
-    before = counters.metrics(Levels(ready_batches=1), StoreCounts(requests=10))
+    before = LoaderMetrics.read(counters, Levels(ready_batches=1), StoreCounts(requests=10))
     assert before.since(before).bottleneck == "no batch was taken"
     counters.add(batches=2, consumer_wait_s=0.0, consumer_busy_s=5.0)
-    now = counters.metrics(Levels(ready_batches=7), StoreCounts(requests=13))
+    now = LoaderMetrics.read(counters, Levels(ready_batches=7), StoreCounts(requests=13))
     change = now.since(before)
     assert (change.batches, change.consumer_busy_s, change.requests, change.ready_batches) == (2, 5.0, 3, 7)
     assert (before.bottleneck, change.bottleneck) == ("storage", "consumer")
@@ -191,18 +192,23 @@ def test_advice_on_storage_names_what_is_slow_about_it(sums: dict[str, int], sto
     counters = Counters()
     counters.add(**{**BUSY, "chunk_wait_s": 4.0, "fetch_s": 9.0, **sums})
     counters._made_s -= 10.0
-    assert re.search(words, counters.metrics(Levels(), StoreCounts(**store)).advice())
+    assert re.search(words, LoaderMetrics.read(counters, Levels(), StoreCounts(**store)).advice())
 
 
 def test_every_bottleneck_has_advice_and_decoding_knows_the_gil() -> None:
     counters = Counters()
-    assert counters.metrics(Levels(), StoreCounts()).advice() == ""
+    assert LoaderMetrics.read(counters, Levels(), StoreCounts()).advice() == ""
     counters.add(**BUSY, decode_s=9.0)
     counters._made_s -= 10.0
-    busy = counters.metrics(Levels(decode_threads=1), StoreCounts()).advice()  # or wait for the GIL in decoding
+    busy = LoaderMetrics.read(
+        counters, Levels(decode_threads=1), StoreCounts()
+    ).advice()  # or wait for the GIL in decoding
     assert "are busy: leave threads=" in busy
     assert "processes= if it is pure Python" in busy
-    assert "holds the GIL, so give processes=" in counters.metrics(Levels(decode_threads=4), StoreCounts()).advice()
+    assert (
+        "holds the GIL, so give processes="
+        in LoaderMetrics.read(counters, Levels(decode_threads=4), StoreCounts()).advice()
+    )
     for stage in ("consumer", "storage", "open", "assemble", "decode", "copy"):
-        told = dataclasses.replace(counters.metrics(Levels(), StoreCounts()), bottleneck=stage).advice()
+        told = dataclasses.replace(LoaderMetrics.read(counters, Levels(), StoreCounts()), bottleneck=stage).advice()
         assert told.endswith(".")

@@ -112,6 +112,7 @@ def test_retries_throttling_and_the_cache_are_counted(
     assert warm.cache_hits >= warm.fetched_chunks > 0
 
 
+@pytest.mark.slow
 def test_prometheus_gets_every_number_of_the_metrics_and_no_free_words(loader: DistributedDataLoader[Any]) -> None:
     server = serve_metrics(loader)
     assert server.url == f"http://127.0.0.1:{server.port}/metrics"

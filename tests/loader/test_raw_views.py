@@ -19,7 +19,7 @@ from tar_dataset import write_tars
 
 from penstock.loader import ByteViews, ConfigError, DistributedDataLoader, pack
 from penstock.loader.columns import Block, BytesColumn
-from penstock.loader.reading.leases import Leases
+from penstock.loader.reading.chunk_memory import Leases
 
 VALUES = [b"", b"short", None, b"twelve bytes", b"thirteen byte", bytes(range(256))]
 
@@ -237,6 +237,7 @@ def kept_bytes(views):
     return sum(owners.values())
 
 
+@pytest.mark.slow
 def test_one_value_kept_of_every_batch_keeps_no_more_than_half_of_the_budget_alive(tmp_path):
     write_tars(tmp_path, [100] * 8, value_bytes=20_000)  # 16 MB in 8 chunks
     options = {"batch_size": 8, "raw": "view", "memory_limit": "10MB", "lanes": 2, "window": 1}

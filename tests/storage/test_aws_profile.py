@@ -232,6 +232,7 @@ def write_sign_in(home: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_profile_that_signed_in_to_the_identity_center_gives_credentials(
     home: Path, amazon: Amazon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from penstock import pack
 from penstock.cli.inspect import can_draw, draw_thumbnails
 from penstock.cli.screen import Screen
 from penstock.loader import inspect_dataset
-from penstock.loader.formats.arrow.sizes import value_sizes
+from penstock.loader.formats.arrow.columns import value_sizes
 
 
 def test_sizes_of_samples_are_their_own_not_their_chunks_mean(tmp_path: Path) -> None:

@@ -219,7 +219,9 @@ def test_times_that_become_other_numbers_in_parquet_are_told(tmp_path: Path) -> 
     summary = pack(tmp_path / "in", tmp_path / "out", format="parquet")
     (shard,) = (tmp_path / "out").glob("*.parquet")
     stored = {field.name: describe_type(field.type) for field in pq.read_schema(shard)}
-    assert all(f"{name!r} is of {stored[name]}," in note for name, note in zip("stdv", summary.notes, strict=True))
+    assert all(
+        f"{name!r} is converted to {stored[name]}," in note for name, note in zip("stdv", summary.notes, strict=True)
+    )
     assert pack(tmp_path / "in", tmp_path / "arrow", format="arrow").notes == ()
 
 
@@ -253,7 +255,7 @@ def test_folders_are_no_classes_where_files_hold_them(tmp_path: Path) -> None:
         (tmp_path / "in" / f"{name}.txt").write_text(name)
     summary = pack(tmp_path / "in", tmp_path / "out")
     assert summary.classes == ()
-    assert summary.notes == ("classes are those of the .cls files; the folders are none",)
+    assert summary.notes == ("classes are those of the .cls files, not the folders",)
     assert [sample["cls"] for sample in read_samples(str(tmp_path / "out"))] == [b"7", b"9"]
 
 

@@ -130,7 +130,7 @@ def test_hidden_files_and_those_of_systems_are_left_out_and_told(tmp_path: Path)
     found, summary = packed(tmp_path, ["cat/1.txt", "dog/1.txt", *junk])
     assert found == {"cat/1": ["cls", "txt"], "dog/1": ["cls", "txt"]}
     assert summary.classes == ("cat", "dog")
-    assert summary.notes[0].startswith("hidden files and those of systems are left out: 5 (")
+    assert summary.notes[0].startswith("hidden and system files are left out: 5 (")
 
 
 def test_files_of_systems_beside_tables_and_shards_are_no_data(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -192,3 +195,18 @@ def resume_across(world: World, model: str, layouts: Sequence[Mapping[str, Any]]
     if world.is_first and not {"bubble", "bubble_formula"} <= set(names):
         wrong.append(f"records have {names}")
     return wrong
+
+
+def die_in_a_step(world: World, folder: str) -> None:
+    """Train two stages, of which the second's process ends in its third step."""
+    case = CASES["perceptron"]
+    steps = []
+
+    def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        steps.append(1)
+        if world.rank == 1 and len(steps) > 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return case.loss(model, batch)
+
+    layout = {"pp": 2, "microbatches": 4}
+    train_spread(world, replace(case, loss=loss), layout, output_dir=folder, stall_timeout_s=8.0)

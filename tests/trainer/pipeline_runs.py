@@ -40,7 +40,7 @@ def gradients_of_stages(
     model = case.model()
     config = ParallelConfig(pp=world.world_size, schedule=schedule, microbatches=parts, stages=stages)
     pipeline = Pipeline(model, config, mesh, ROWS)
-    pipeline.spread(model, mesh)
+    pipeline.spread()
     pipeline.cut_batch(case.batch(16))  # later ones may have fewer rows
     losses: dict[int, float] = {}
 
@@ -109,7 +109,7 @@ def refusals(world: World, models: dict[str, tuple[nn.Module, Any, Any]]) -> dic
         config = ParallelConfig(pp=world.world_size, schedule="GPipe", microbatches=2)
         try:
             pipeline = Pipeline(model, config, mesh, ROWS)
-            pipeline.spread(model, mesh)
+            pipeline.spread()
             pipeline.rehearse(pipeline.cut_batch(batch), loss)
             found[name] = ""
         except TrainerConfigError as exc:

@@ -75,9 +75,7 @@ def test_the_largest_microbatch_that_fits_into_a_gpus_memory_is_found_and_trains
     assert found["peak"] <= little
     lines = map(json.loads, (tmp_path / "found" / "metrics.jsonl").read_text().splitlines())
     notes = [line for line in lines if line["kind"] == "note"]
-    assert any(
-        f"microbatches of {found['rows']} rows fit and {found['rows'] + 1} do not" in one["note"] for one in notes
-    )
+    assert any(f"microbatches of {found['rows']} rows fit, {found['rows'] + 1} do not" in one["note"] for one in notes)
     fixed = run(LITTLE_MEMORY, str(8 * little), str(tmp_path / "fixed"), json.dumps({"step": {"microbatch": 2}}))
     torch.testing.assert_close(torch.tensor(found["weights"]), torch.tensor(fixed["weights"]), rtol=1e-3, atol=1e-4)
 

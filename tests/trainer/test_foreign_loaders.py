@@ -98,7 +98,7 @@ def test_iterables_without_a_length_end_an_epoch_together(tmp_path: Path, accumu
         assert steps == 3 * (2 if accumulate == 1 else 1)
         assert seen == [[0.0], [1.0]] * 3
     notes = (tmp_path / "metrics.jsonl").read_text()
-    assert "ended apart" in notes
+    assert "have different lengths" in notes
 
 
 class TooLong:

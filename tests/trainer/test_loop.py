@@ -32,6 +32,7 @@ def weights_of(trainer: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in trainer.parallel.inner.parameters()])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("broken_at", [1, 3, 4, 5, 8])
 def test_a_resumed_run_repeats_nothing_and_ends_bit_equal(world: World, tmp_path: Path, broken_at: int) -> None:
     """Four steps an epoch: 4 and 8 are the moments after an epoch's last step and before its end."""
@@ -163,7 +164,7 @@ def test_a_finished_run_is_not_run_again(world: World, tmp_path: Path) -> None:
         with make_trainer(world, str(tmp_path), checkpoint={"every_steps": 3}) as trainer:
             assert trainer.train().steps == 4
     notes = [record for record in read_records(tmp_path) if record["kind"] == "note"]
-    assert [note["note"] for note in notes] == ["resumed from the checkpoint of step 4, where the run was done"]
+    assert [note["note"] for note in notes] == ["resumed from the checkpoint of step 4; the run had ended there"]
 
 
 def test_a_loader_without_state_says_what_a_resume_cannot_promise(world: World, tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(world: World, tmp_path:
         assert trainer.progress.step == 2
         trainer.train()
     notes = [record["note"] for record in read_records(tmp_path) if record["kind"] == "note"]
-    assert "the checkpoint of step 4 is passed over" in notes[0]
+    assert "the checkpoint of step 4 is damaged and skipped" in notes[0]
     assert notes[1] == "resumed from the checkpoint of step 2"
 
 
@@ -262,6 +263,7 @@ def test_recomputed_blocks_keep_fewer_activations() -> None:
     assert none > half > all_
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_alike(world: World, tmp_path: Path) -> None:
     found = []
     for enabled in (False, True):

@@ -76,6 +76,7 @@ def test_an_error_to_fix_keeps_its_exit_code_where_nothing_can_be_printed(monkey
     assert main(["no-such-recipe.toml"]) == 2
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_scalars(world: World, tmp_path: Path) -> None:
     with make_trainer(world, str(tmp_path), report={"tensorboard": True, "quiet": True, "every": 1}) as trainer:
         trainer.train()

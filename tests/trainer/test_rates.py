@@ -167,15 +167,16 @@ def notes_of_a_resumed_run(world: World, folder: Path, rate: float, steps: int, 
     return notes
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_which_rates_and_schedule_the_checkpoint_had(world: World, tmp_path: Path) -> None:
     def resume(*given: Any, **schedule: Any) -> list[str]:
         return [note for note in notes_of_a_resumed_run(world, tmp_path, *given, **schedule) if "schedule" in note]
 
     assert resume(0.1, 2) == []
     assert resume(0.1, 4) == [], "a constant rate does not look at the run's length"
-    assert resume(0.2, 6) == ["schedule: lr=[0.2], where the checkpoint had [0.1]"]
-    assert resume(0.2, 8, shape="cosine") == ["schedule: shape='cosine', where the checkpoint had 'constant'"]
-    assert resume(0.2, 9, shape="cosine") == ["schedule: updates=9, where the checkpoint had 8"]
+    assert resume(0.2, 6) == ["schedule: lr=[0.2]; the checkpoint had [0.1]"]
+    assert resume(0.2, 8, shape="cosine") == ["schedule: shape='cosine'; the checkpoint had 'constant'"]
+    assert resume(0.2, 9, shape="cosine") == ["schedule: updates=9; the checkpoint had 8"]
 
 
 def test_a_resumed_run_says_which_seed_the_checkpoint_had(world: World, tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_a_resumed_run_says_which_seed_the_checkpoint_had(world: World, tmp_path
 
     assert resume(2, 1) == []
     assert resume(4, 1) == []
-    assert resume(6, 7) == ["seed=7, where the checkpoint had 1"]
+    assert resume(6, 7) == ["seed=7; the checkpoint had 1"]
 
 
 class MaskedAtFirst:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...loader.columns import ArrayColumn, Block, BytesColumn
+from ...loader.counters import Counters
 from ...loader.dataset.class_names import LABEL_FIELD, find_difference
 from ...loader.dataset.manifest import Manifest
 from ...loader.errors import ChecksumError, ConfigError
@@ -25,9 +26,8 @@ from ...loader.formats.json.lines import find_lines, parsed_rows
 from ...loader.formats.json.types import to_arrow
 from ...loader.formats.schema import refuse_missing
 from ...loader.formats.shard import ChunkRef
-from ...loader.metrics import Counters
 from ...loader.reading.checksum import read_chunk
-from ...loader.reading.header_cache import HeaderCache
+from ...loader.reading.layouts import HeaderCache
 from ...storage import open_store
 from ...storage.hashing import xxh3_64
 from ...storage.threads.daemon_pool import DaemonPool

@@ -75,14 +75,16 @@ class CsvSource:
                 for name, kind in found.items():
                     types[name] = merge_types(types[name], kind) if name in types else kind
                 for name, text in kept.items():
-                    note = f"column {name!r} is kept as text, as {reprlib.repr(text)} is, which a number would change"
+                    note = f"column {name!r} is kept as text: a number would change {reprlib.repr(text)}"
                     notes.setdefault(name, note)
                 for name, text in commas.items():
-                    note = f"column {name!r} is kept as text, as {text!r} is; if the comma is a decimal point, give "
-                    notes.setdefault(name, note + "decimal_point=',' (--decimal-point ,)")
+                    note = (
+                        f"column {name!r} is kept as text, with values like {text!r}; if the comma is a decimal point, "
+                    )
+                    notes.setdefault(name, note + "give decimal_point=',' (--decimal-point ,)")
         for name, kind in types.items():
             if pt.is_binary(kind):
-                notes[name] = f"column {name!r} is not UTF-8, so that its values are bytes"
+                notes[name] = f"column {name!r} is not UTF-8, so its values are bytes"
         self.notes = list(notes.values())
         return types
 

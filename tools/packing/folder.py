@@ -14,7 +14,7 @@ import pyarrow as pa
 from ...loader.columns import KEY_COLUMN
 from ...loader.dataset.class_names import LABEL_FIELD
 from ...loader.errors import DatasetError
-from ...loader.formats.names import is_system
+from ...loader.formats.shard import is_system
 from ...storage import ObjectInfo, Store
 from ...storage.threads.daemon_pool import DaemonPool
 from .grouping import group_files
@@ -66,7 +66,7 @@ class FolderSource:
         notes, self._names = name_images([fields for _, fields in self._samples])
         self.notes += [*grouped.notes, *notes]
         if labelled and folders:
-            self.notes.append(f"classes are those of the .{LABEL_FIELD} files; the folders are none")
+            self.notes.append(f"classes are those of the .{LABEL_FIELD} files, not the folders")
 
     def batches(self, first_piece: int = 0) -> Iterator[Batch]:
         running: deque[tuple[int, Future[list[dict[str, Any]]]]] = deque()
@@ -110,7 +110,7 @@ def _leave_out(listing: Iterable[ObjectInfo]) -> tuple[list[ObjectInfo], list[st
     if not others:
         return kept, []
     shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-    return kept, [f"hidden files and those of systems are left out: {len(others):,} ({shown})"]
+    return kept, [f"hidden and system files are left out: {len(others):,} ({shown})"]
 
 
 def _check_folders(keys: Iterable[str], classes: Sequence[str], url: str) -> None:

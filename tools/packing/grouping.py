@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...loader.columns import KEY_COLUMN
 from ...loader.errors import ConfigError, DatasetError
-from ...loader.formats.names import CODEC_SUFFIXES
+from ...loader.formats.shard import CODEC_SUFFIXES
 from ...storage import ObjectInfo
 
 # What is between the first dot and the last ending of a field, such as "seg" in seg.png: words, no numbers.

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ...loader.dataset.index import open_manifest
+from ...loader.dataset.listing import FILE
 from ...loader.dataset.manifest import Manifest
-from ...loader.dataset.patterns import FILE
 from ...loader.dataset.source import Selection, select
 from ...loader.dataset.splits import Split, refuse_mixed_splits, refuse_split_folders
 from ...loader.errors import ConfigError, DatasetError
 from ...loader.formats.detect import FORMAT_NAMES, encrypted_hint, format_by_name, make_format
-from ...loader.formats.names import CODEC_SUFFIXES, has_suffix, is_hidden, is_system
-from ...loader.formats.shard import ShardFormat
+from ...loader.formats.shard import CODEC_SUFFIXES, ShardFormat, has_suffix, is_hidden, is_system
 from ...loader.formats.tokens import index_keys
 from ...storage import NotFoundError, ObjectInfo, Store
 from ...storage.errors import PenstockError

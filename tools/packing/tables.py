@@ -237,7 +237,7 @@ class ParquetWriter(TableWriter):
     def notes(self) -> list[str]:
         kinds = {field.name: field.type for field in self._schema or ()}
         return [
-            f"column {name!r} is of {describe_type(found)}, other numbers, as Parquet has no {describe_type(kind)}"
+            f"column {name!r} is converted to {describe_type(found)}, since Parquet has no {describe_type(kind)}"
             for name, kind in kinds.items()
             if (found := _parquet_kind(kind)) != kind
         ]

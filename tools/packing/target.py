@@ -18,8 +18,7 @@ from typing import Any
 
 from ...loader.dataset.build import shard_indexes
 from ...loader.dataset.class_names import LABEL_FIELD
-from ...loader.dataset.manifest import MANIFEST_NAME, Manifest
-from ...loader.dataset.part_sums import SumArray
+from ...loader.dataset.manifest import MANIFEST_NAME, Manifest, SumArray
 from ...loader.dataset.source import UNFINISHED, is_unfinished
 from ...loader.errors import DatasetError
 from ...loader.formats.detect import format_by_name

@@ -18,8 +18,7 @@ import pyarrow.types as pt
 
 from ...loader.columns import AnyArray
 from ...loader.errors import DatasetError
-from ...loader.formats.arrow.columns import is_file_struct, value_bytes
-from ...loader.formats.arrow.embedded import file_bytes
+from ...loader.formats.arrow.columns import file_bytes, is_file_struct, value_bytes
 
 _UNIT_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _DAY_NS = 86_400 * 10**9

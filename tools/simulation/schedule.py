@@ -8,8 +8,7 @@ import numpy as np
 
 from ...loader.order.distinct import distinct
 from ...loader.order.permutation import IntArray
-from ...loader.order.plan import Order, batch_bounds, lane_offsets, lane_turns
-from ...loader.order.share import share_bounds
+from ...loader.order.plan import Order, batch_bounds, lane_offsets, lane_turns, share_bounds
 from .chunk_stream import ChunkStream
 
 NEVER = np.int64(1) << 40  # a step beyond all

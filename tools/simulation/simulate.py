@@ -11,8 +11,7 @@ import numpy as np
 from ...loader.errors import ConfigError
 from ...loader.order.distinct import distinct
 from ...loader.order.permutation import IntArray
-from ...loader.order.plan import Order, require_steps
-from ...loader.order.share import share_bounds
+from ...loader.order.plan import Order, require_steps, share_bounds
 from .chunk_stream import ChunkStream
 from .engine import Engine, Seconds, Timeline
 from .schedule import schedule_reads

@@ -210,7 +210,7 @@ class Checkpointer:
             if damage:
                 self.passed_over[step] = damage
                 if self._world.rank == 0:
-                    logger.warning("checkpoint %s is damaged and passed over: %s", self._place.name_of(step), damage)
+                    logger.warning("checkpoint %s is damaged and skipped: %s", self._place.name_of(step), damage)
                 continue
             extra = self._restore(folder, model, optimizer, given)
             self._current_step, self._loaded_folder = step, folder
@@ -274,7 +274,7 @@ class Checkpointer:
         try:
             self.wait()
         except (CheckpointRoomError, CheckpointUploadError) as exc:
-            self._notes.append(f"{exc}; training goes on, and the next save tries again")
+            self._notes.append(f"{exc}; training continues, and the next save tries again")
             return False
         return True
 

@@ -86,7 +86,7 @@ def find_group(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], giv
 def describe_differing(groups: Sequence[Found], optimizer: Optimizer) -> list[str]:
     """A sentence for each setting that groups of the checkpoint which are one now had otherwise from each other."""
     return [
-        f"optimizer group {number}: {name}={group[name]!r}, where the checkpoint had {' and '.join(map(repr, values))}"
+        f"optimizer group {number}: {name}={group[name]!r}; the checkpoint had {' and '.join(map(repr, values))}"
         for number, (group, found) in enumerate(zip(optimizer.param_groups, groups, strict=True))
         for name, values in found.differing.items()
         if name != "lr" and any(not (is_plain(one) and is_same(one, group[name])) for one in values)

@@ -62,11 +62,9 @@ def describe_frozen(frozen: Sequence[str], new: Sequence[str]) -> list[str]:
     """Sentences on the parameters whose state is dropped, and on those that the optimizer did not have then."""
     notes = []
     if frozen:
-        notes.append(f"the checkpoint's optimizer state is dropped for what is not trained now: {_some(frozen)}")
+        notes.append(f"the optimizer state of what is no longer trained is dropped: {_some(frozen)}")
     if new:
-        notes.append(
-            f"the checkpoint has no optimizer state for what was not trained then: it starts anew for {_some(new)}"
-        )
+        notes.append(f"what is newly trained starts without optimizer state: {_some(new)}")
     return notes
 
 

@@ -76,7 +76,7 @@ def settle_settings(
                     continue
             saved, group[name] = group[name], value
             if name != "lr" and not is_same(saved, value):
-                changed.append(f"optimizer group {number}: {name}={value!r}, where the checkpoint had {saved!r}")
+                changed.append(f"optimizer group {number}: {name}={value!r}; the checkpoint had {saved!r}")
     return changed
 
 

@@ -366,8 +366,8 @@ def describe_conversions(model_state: Mapping[str, object], prefix: str, metadat
     for (there, here), names in converted.items():
         more = f" and {len(names) - _NAMED_CONVERTED} more" if len(names) > _NAMED_CONVERTED else ""
         sentences.append(
-            f"{', '.join(names[:_NAMED_CONVERTED])}{more}: {_dtype_name(here)} in this model, where the checkpoint had "
-            f"{_dtype_name(there)}; the values are converted, and what follows is not as in an unbroken run"
+            f"{', '.join(names[:_NAMED_CONVERTED])}{more}: {_dtype_name(here)} in this model, "
+            f"{_dtype_name(there)} in the checkpoint; values are converted, so the run differs from an unbroken one"
         )
     return sentences
 

@@ -187,7 +187,7 @@ class Feed:
         """Note the guarantees that a loader without a state cannot give."""
         if not self.is_exact:
             note(
-                f"loader={type(self.loader).__name__} has no state_dict: a resumed run starts its epoch over, so that "
+                f"loader={type(self.loader).__name__} has no state_dict: a resumed run starts its epoch over, so "
                 "samples of that epoch may come twice"
             )
 
@@ -195,8 +195,8 @@ class Feed:
         """Note, at an epoch's end, the batches that only some ranks had."""
         if self.left_out:
             note(
-                f"epoch {epoch}: the ranks' iterables ended apart; at least {self.left_out} batches that only some "
-                "ranks had were left out; give every rank as many"
+                f"epoch {epoch}: the ranks' iterables have different lengths; at least {self.left_out} batches that "
+                "only some ranks had were left out. Give every rank the same number"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -143,7 +143,8 @@ def evaluate(
                     batch = move_batch(fresh, world.device) if has_batch else batch
                     if not has_batch and not parallel.is_sharded:
                         continue
-                    found = passes.measure(batch, evaluation.metrics)
+                    with parallel.computing(batch):
+                        found = passes.measure(batch, evaluation.metrics)
                     if has_batch and mesh.counts and found is not None:
                         sums.add(found)
         return sums.average()

@@ -20,6 +20,7 @@ from ..ranks.world import World
 from ..reproducibility import Generator, GeneratorStates, find_generators
 from .blocks import find_blocks
 from .config import ParallelConfig
+from .context import ContextCut, active_cut
 
 Named = Sequence[tuple[Mapping[str, Any], str]]
 """Globals of functions: the dict that holds one, and its name there."""
@@ -163,7 +164,7 @@ def _keep_state(block: nn.Module, named: Named) -> tuple[AbstractContextManager[
     torch's matter. Only what forward changes is kept, until backward.
     """
     before = _Before()
-    return _forward(block, named, before), _again(before)
+    return _forward(block, named, before), _again(before, active_cut())
 
 
 @contextmanager
@@ -190,14 +191,17 @@ def _forward(block: nn.Module, named: Named, before: _Before) -> Iterator[None]:
 
 
 @contextmanager
-def _again(before: _Before) -> Iterator[None]:
+def _again(before: _Before, cut: ContextCut | None) -> Iterator[None]:
     # Exchanged rather than written to: a backward may have saved the tensors themselves. Each copy is copied again
     # because a graph that is kept is recomputed again.
     now = [(module, name, module._buffers[name]) for module, name, _ in before.buffers]
     for module, name, copy in before.buffers:
         module._buffers[name] = copy.clone()
     try:
-        with nullcontext() if before.generators is None else before.generators.again():
+        with (
+            nullcontext() if before.generators is None else before.generators.again(),
+            nullcontext() if cut is None else cut.again(),  # modes are of a thread, and backward may have its own
+        ):
             yield
     finally:
         for module, name, buffer in now:

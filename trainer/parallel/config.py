@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
 from ..ranks.mesh import Mesh, MeshSizes
 from ..ranks.world import World
 from .pipeline.orders import check_schedule
+
+PlanSource = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
+"""How layers are cut: names of modules to styles, the import path of that, or a function of the model that returns it.
+
+The import path is ``{"use": "package.module:name"}``, with "args" for a function that takes more than the model.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +50,8 @@ class ParallelConfig:
     tp: int = 1
     """Tensor parallelism: ranks over which the weights of each layer are cut, as ``plan`` says."""
 
-    plan: str | None = None
-    """With tp, import path of a plan or of a function of the model that returns one; none: its ``parallelize_plan``."""
+    plan: PlanSource | None = None
+    """With tp, { use = "package.module:plan" }, or names of modules to styles; none: the model's parallelize_plan."""
 
     pp: int = 1
     """Pipeline parallelism: stages, one after another, that the model is cut into."""
@@ -71,6 +78,11 @@ class ParallelConfig:
         for key in ("tp", "pp", "cp", "ep", "microbatches"):
             check_range(f"parallel.{key}", getattr(self, key), low=1)
         check_schedule(self.schedule)
+        if self.plan is not None and self.tp == 1:
+            raise TrainerConfigError(
+                "parallel.plan says how layers are cut over parallel.tp ranks, and parallel.tp=1 cuts none; set "
+                "parallel.tp, or leave parallel.plan out"
+            )
         if self.zero == 0:
             for key in ("cpu_offload", "hybrid", "blocks"):
                 if getattr(self, key):

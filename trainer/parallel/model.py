@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -46,10 +47,9 @@ from .precision import (
     check_reducible,
     list_batch_norms,
 )
+from .spread import ReplicaSpread
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Spread = Callable[[nn.Module, Mesh], None]
-"""Cuts a whole model's weights over the ranks of a replica, in place; the parameters that it cuts become DTensors."""
 
 
 class Prefetch:
@@ -112,7 +112,7 @@ class ParallelModel:
         scheme: str = "none",
         seed: int = 0,
         initialise: Initialiser | None = None,
-        spread: Spread | None = None,
+        spread: ReplicaSpread | None = None,
         stages_of: Mapping[str, int] | None = None,
     ) -> None:
         world = mesh.world
@@ -134,12 +134,13 @@ class ParallelModel:
         if config.sync_batchnorm:
             synchronise_batch_norms(model, mesh)
         before = dict(model.named_parameters(remove_duplicate=False))
+        self._spread = spread
         self.module: nn.Module
         self._local_exchange: LocalExchange | None = None
         if spread is not None:
             self.materialiser.materialise(model)
             copy_from_first_rank(model, world)
-            spread(model, mesh)
+            spread.cut(mesh)
         if config.zero:
             if spread is None:
                 copy_from_first_rank(model, world)
@@ -162,6 +163,11 @@ class ParallelModel:
         )
         self._master_weights = MasterWeights(model)
         self._exchanges_last: bool | None = None
+        self._accountants: list[Any] = [
+            module
+            for module in model.modules()
+            if all(hasattr(module, name) for name in ("after_update", "forget_step"))
+        ]
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
         after = dict(model.named_parameters())
@@ -251,6 +257,23 @@ class ParallelModel:
             self.usage.begin_step()
             self.order.begin_step()
 
+    def end_step(self, *, updated: bool) -> None:
+        """Tell modules that keep account of a step that it is over; after an update a collective, where there are such.
+
+        ``after_update(add_up)`` gets a function that sums a tensor over all ranks that exchange gradients;
+        ``forget_step()`` follows a step without an update.
+        """
+        for module in self._accountants:
+            if updated:
+                module.after_update(self._add_up)
+            else:
+                module.forget_step()
+
+    def _add_up(self, amount: torch.Tensor) -> torch.Tensor:
+        if self.exchanges:
+            dist.all_reduce(amount)
+        return amount
+
     def activity(self) -> dict[str, str]:
         """The sharded module that forward is in: where ranks run different ones, each waits for the others' weights."""
         return {"module": self.order.running} if self.order is not None and self.order.running else {}
@@ -264,6 +287,10 @@ class ParallelModel:
             yield
         if self.order is not None:
             self.order.end_forward()
+
+    def computing(self, batch: Any) -> AbstractContextManager[None]:
+        """The context of forward and backward of a batch, or of metrics of it; a collective of a replica's ranks."""
+        return nullcontext() if self._spread is None else self._spread.computing(batch)
 
     def order_marks(self) -> tuple[float, float]:
         """Two numbers of this step's order of modules, to be added over the stage and given to ``check_order``."""
@@ -284,6 +311,8 @@ class ParallelModel:
     def check_gradients(self) -> None:
         """Raise a TrainerConfigError where the engine lacks a gradient, or has one that it does not exchange."""
         self._entry.check_gradients()
+        if self._spread is not None:
+            self._spread.check_gradients(self.inner)
         if self.usage is not None:
             self.usage.check_reduced()
 

@@ -214,15 +214,15 @@ def tell_scaling(config: PrecisionConfig, saved: Mapping[str, Any] | None, tell:
     """Tell of each setting of the loss scale that a checkpoint's scaler had otherwise."""
     for key in _SCALING if config.dtype == "fp16" and saved else ():
         if saved and saved.get(key) != getattr(config, key):
-            tell(f"precision.{key}={getattr(config, key)!r}, where the checkpoint had {saved.get(key)!r}")
+            tell(f"precision.{key}={getattr(config, key)!r}; the checkpoint had {saved.get(key)!r}")
 
 
 def tell_device(config: PrecisionConfig, device: torch.device, tell: Callable[[str], None]) -> None:
     """Tell of a format that the device has no use for."""
     if config.dtype == "bf16" and device.type == "cpu":
         tell(
-            "precision.dtype='bf16', the default, on a CPU: most CPUs compute it no faster than fp32, and it rounds to "
-            "3 digits; set precision.dtype='fp32' for runs on CPUs alone"
+            "precision.dtype='bf16' (the default) on a CPU: most CPUs compute it no faster than fp32, and it keeps "
+            "only 3 digits; set precision.dtype='fp32' to train on CPUs"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import textwrap
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -22,7 +22,8 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from ..config import TrainerConfig
 from ..errors import RecipeError
 from ..options import build_config
-from .recipe import SECTIONS, Recipe, as_table, build_recipe, read_tables, shipped_recipes
+from ..parallel.config import PlanSource
+from .recipe import SECTIONS, Recipe, as_table, build_recipe, format_value, read_tables, shipped_recipes
 
 _DESCRIPTION = """
 Train what a recipe describes, on the ranks that torchrun starts, or on one.
@@ -198,7 +199,25 @@ def _toml_values() -> ConstructorRegistry:
             str_from_instance=lambda value: [",".join(value) or "none"],
         )
 
+    @registry.primitive_rule
+    def read_plan(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type != PlanSource | None:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="none|TABLE",
+            instance_from_str=lambda words: None if words[0] == "none" else _read_table("parallel.plan", words[0]),
+            is_instance=lambda value: value is None or isinstance(value, Mapping) or callable(value),
+            str_from_instance=lambda value: [
+                "none" if value is None else format_value(value) if isinstance(value, Mapping) else repr(value)
+            ],
+        )
+
     return registry
+
+
+def _read_table(key: str, text: str) -> Mapping[str, Any]:
+    return as_table(key, _parse_value(text))
 
 
 def _split_names(text: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ..data.batches import VALID
 from ..errors import TrainerConfigError
+from ..parallel.context import sequence_places
 
 Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 
@@ -63,11 +64,22 @@ class SmallGPT(nn.Module):
         self.scores.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.places(sequence_places(tokens.shape[1], tokens.device))
         for block in self.blocks:
             x = block(x)
         scores: torch.Tensor = self.scores(self.norm(x).flatten(0, 1))
         return scores
+
+    parallelize_plan: Mapping[str, str] = {
+        "tokens": "embedding",
+        "blocks.*.queries_keys_values": "colwise_gathered",
+        "blocks.*.project": "rowwise_of_whole",
+        "blocks.*.feed.0": "colwise",
+        "blocks.*.feed.2": "rowwise",
+        "scores": "colwise_gathered",
+    }
+    """How tensor parallelism cuts the model. Equal parts of the fused matrix are no heads: its columns are computed on
+    the ranks, gathered, and each rank attends with all heads. Weights and their products are cut all the same."""
 
 
 def init_weights(name: str, module: nn.Module) -> None:

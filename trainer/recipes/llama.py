@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 from torch.nn import functional as F  # noqa: N812
 
 from ..data.batches import VALID
 from ..errors import TrainerConfigError
+from ..parallel.context import sequence_places, whole_sequence
+from .experts import ExpertsConfig, MixtureOfExperts, list_mixtures
 from .gpt import Tokens, open_texts
 from .llama_config import LLAMA3_SCALING, LlamaConfig
 
@@ -93,14 +98,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with a norm before it and a residual around it."""
+    """Attention and a feed-forward layer, or experts, each with a norm before it and a residual around it."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if config.experts is None else _make_experts(config, config.experts)
 
     def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, mask)
@@ -127,7 +132,7 @@ class Decoder(nn.Module):
             )
         x: Tensor = self.embed_tokens(tokens)
         if positions is None:
-            positions = torch.arange(length, device=tokens.device)[None]
+            positions = sequence_places(length, tokens.device)[None]
         rotation = make_rotation(positions, self.config, x.dtype)
         mask = None if documents is None else mask_documents(documents)
         for layer in self.layers:
@@ -154,6 +159,45 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         scores: Tensor = self.lm_head(self.model(tokens, positions, documents))
         return scores
+
+    def parallelize_plan(self) -> Mapping[str, ParallelStyle | str]:
+        """How tensor parallelism cuts the model where no other plan is given."""
+        return plan(self)
+
+
+def plan(model: nn.Module, *, sequence: bool = True, loss: bool = True) -> Mapping[str, ParallelStyle | str]:
+    """The plan of tensor parallelism: attention cut by heads, the feed-forward layer by columns, both by one exchange.
+
+    With ``sequence``, norms and residuals are cut along the sequence (Korthikanti et al. 2022), whose length must then
+    be a multiple of the ranks. With ``loss``, scores stay cut by tokens of the vocabulary, and the loss of them must
+    be ``F.cross_entropy``.
+    """
+    to = "_to_sequence" if sequence else ""
+    if loss:
+        scores = "loss_of_sequence" if sequence else "loss"
+    else:
+        scores = "colwise_of_sequence_gathered" if sequence else "colwise_gathered"
+    layer = "model.layers.*"
+    styles: dict[str, ParallelStyle | str] = {
+        "model.embed_tokens": f"embedding{to}",
+        f"{layer}.self_attn.[qkv]_proj": "colwise",
+        f"{layer}.self_attn.o_proj": f"rowwise{to}",
+        f"{layer}.mlp.gate_proj": "colwise",
+        f"{layer}.mlp.up_proj": "colwise",
+        f"{layer}.mlp.down_proj": f"rowwise{to}",
+        "lm_head": scores,
+    }
+    if sequence:  # each layer gathers what it takes once, not in each of its products
+        cut, whole = Shard(1), Replicate()
+        styles |= {f"{layer}.input_layernorm": "sequence", f"{layer}.post_attention_layernorm": "sequence"}
+        styles |= {
+            "model.norm": "sequence",
+            f"{layer}.self_attn": PrepareModuleInput(
+                input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
+            ),
+            f"{layer}.mlp": PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole),
+        }
+    return styles
 
 
 def make_rotation(positions: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Rotation:
@@ -182,10 +226,14 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def mask_documents(documents: Tensor) -> Tensor:
-    """(B, 1, T, T) bool: which key (last) a query may see; padding sees padding, so that no row is empty."""
-    length = documents.shape[1]
-    before = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return ((documents[:, :, None] == documents[:, None, :]) & before)[:, None]
+    """(B, 1, T, T) bool: which key (last) a query may see; padding sees padding, so that no row is empty.
+
+    With context parallelism queries are those of this rank's part, and keys all of the sequence.
+    """
+    keys = whole_sequence(documents)
+    places = sequence_places(documents.shape[1], documents.device)
+    before = places[:, None] >= torch.arange(keys.shape[1], device=keys.device)
+    return ((documents[:, :, None] == keys[:, None, :]) & before)[:, None]
 
 
 def read_documents(split: str, *, tokenizer: str, vocabulary: int, max_bytes: int) -> Iterator[dict[str, Tokens]]:
@@ -199,10 +247,23 @@ def read_documents(split: str, *, tokenizer: str, vocabulary: int, max_bytes: in
         yield {"tokens": np.asarray(bpe.encode(piece).ids, dtype=np.uint16)}
 
 
+def shift(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The batch of packed sequences, whose ``targets`` are each token's next one: a collate= for context parallelism.
+
+    After it, SequenceCut can cut sequences along tokens, targets, position_ids and document_ids.
+    """
+    names = ("tokens", "position_ids", "document_ids", "loss_mask")
+    whole = {name: torch.from_numpy(np.stack([row[name] for row in rows]).astype(np.int64)) for name in names}
+    targets = whole["tokens"].masked_fill(whole["loss_mask"] == 0, _NO_TARGET)[:, 1:]
+    return {name: whole[name][:, :-1] for name in names[:3]} | {"targets": targets}
+
+
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of all tokens that are predicted, and their number."""
+    """The sum of the losses of all tokens that are predicted, and their number; experts may add an auxiliary loss."""
     scores, targets = _predict(model, batch)
-    return F.cross_entropy(scores, targets, ignore_index=_NO_TARGET, reduction="sum"), (targets != _NO_TARGET).sum()
+    total = F.cross_entropy(scores, targets, ignore_index=_NO_TARGET, reduction="sum")
+    auxiliary = [one.auxiliary_loss for _, one in list_mixtures(model) if one.auxiliary_loss is not None]
+    return sum(auxiliary, total), (targets != _NO_TARGET).sum()
 
 
 def measure(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -213,13 +274,24 @@ def measure(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tenso
 
 
 def _predict(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scores (B * T, vocab_size) fp32 and targets (B * T,) of packed sequences of T + 1 tokens."""
+    """Scores (B * T, vocab_size) fp32 and targets (B * T,) of packed sequences of T + 1 tokens, or of shifted ones."""
+    if "targets" in batch:
+        targets = batch["targets"]
+        if VALID in batch:
+            targets = targets.masked_fill(~batch[VALID][:, None], _NO_TARGET)
+        scores = model(batch["tokens"], batch["position_ids"], batch["document_ids"])
+        return scores.flatten(0, 1).float(), targets.flatten()
     counts = batch["loss_mask"]
     if VALID in batch:  # rows that fill the last batch
         counts = counts & batch[VALID][:, None]
     targets = batch["tokens"].masked_fill(~counts, _NO_TARGET)[:, 1:]
     scores = model(batch["tokens"][:, :-1], batch["position_ids"][:, :-1], batch["document_ids"][:, :-1])
     return scores.flatten(0, 1).float(), targets.flatten()
+
+
+def _make_experts(config: LlamaConfig, experts: ExpertsConfig) -> MixtureOfExperts:
+    std = config.initializer_range
+    return MixtureOfExperts(config.hidden_size, config.intermediate_size, experts, std, _residual_std(config))
 
 
 def _residual_std(config: LlamaConfig) -> float:

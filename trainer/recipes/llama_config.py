@@ -11,8 +11,10 @@ from typing import Any
 from ..errors import TrainerConfigError
 from ..options import check_range
 from ..weights.run_folder import CONFIG_NAME
+from .experts import ExpertsConfig
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
+EXPERTS_ARCHITECTURE, EXPERTS_MODEL_TYPE = "LlamaWithExperts", "llama_with_experts"
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 _SIZES = (
@@ -69,6 +71,9 @@ class LlamaConfig:
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
 
+    experts: ExpertsConfig | None = None
+    """Mixtures of experts in place of the feed-forward layers; none: no experts, as transformers' Llama."""
+
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What a config.json says besides, such as ids of tokens; written as it was read."""
 
@@ -104,10 +109,14 @@ class LlamaConfig:
         return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
 
     def to_json_string(self) -> str:
-        """The text of a ``config.json``, from which transformers makes the same model."""
+        """The text of a ``config.json``, from which transformers makes the same model; it has none with experts."""
         own = {name: value for name, value in asdict(replace(self, extra={})).items() if name != "extra"}
         own |= {"num_key_value_heads": self.key_value_heads, "head_dim": self.head_width}
-        named = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
+        named: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
+        if self.experts is None:
+            del own["experts"]
+        else:
+            named = {"architectures": [EXPERTS_ARCHITECTURE], "model_type": EXPERTS_MODEL_TYPE}
         return json.dumps({**self.extra, **named, **own}, indent=2, sort_keys=True) + "\n"
 
     @staticmethod
@@ -162,7 +171,7 @@ def read_llama_config(folder: str) -> LlamaConfig:
     scaling = given.get("rope_scaling") or rope
     if scaling.get("rope_type", scaling.get("type", "default")) == "default":
         scaling = None
-    own = {one.name for one in fields(LlamaConfig)} - {"extra", "rope_scaling", "rope_theta"}
+    own = {one.name for one in fields(LlamaConfig)} - {"experts", "extra", "rope_scaling", "rope_theta"}
     # What the file leaves out is what transformers takes it for.
     values: dict[str, Any] = {"intermediate_size": 11008, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
     values |= {name: value for name, value in given.items() if name in own}

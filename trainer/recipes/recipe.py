@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -250,7 +251,7 @@ def format_toml(tables: Mapping[str, Any], prefix: str = "") -> str:
         if value is None:
             lines.append(f"# {key} is not set")
         elif not isinstance(value, Mapping):
-            lines.append(f"{key} = {_format_value(value)}")
+            lines.append(f"{_format_key(key)} = {format_value(value)}")
     text = "\n".join(lines) + "\n" if lines else ""
     for key, value in tables.items():
         if isinstance(value, Mapping) and value:
@@ -339,11 +340,16 @@ def as_table(key: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _format_value(value: Any) -> str:
+def _format_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def format_value(value: Any) -> str:
+    """A value as TOML, in one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_format_value, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_format_value(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{_format_key(key)} = {format_value(item)}" for key, item in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -51,7 +51,8 @@ class JsonLines:
             text = format_line("note", step, {"note": note}) + text
         if self._lost:
             text = (
-                format_line("note", step, {"note": f"{self._lost} records are missing here: no room for them"}) + text
+                format_line("note", step, {"note": f"{self._lost} records are missing here: they could not be written"})
+                + text
             )
         try:
             self._write(text.encode())
@@ -59,7 +60,7 @@ class JsonLines:
             self._lost += 1
             if self._lost == 1:
                 raise TemporaryObserverError(
-                    f"{self._path} cannot be written ({exc.strerror}); every next record tries again"
+                    f"{self._path} cannot be written ({exc.strerror}); the next record tries again"
                 ) from exc
         else:
             self._lost = 0

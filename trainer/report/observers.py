@@ -70,8 +70,8 @@ class TensorBoard:
             self._lost += 1
             if self._lost == 1:
                 raise TemporaryObserverError(
-                    f"{self._folder} cannot be written ({exc.strerror or exc}), and TensorBoard lacks records; every "
-                    "next one tries again"
+                    f"{self._folder} cannot be written ({exc.strerror or exc}), so TensorBoard misses records; "
+                    "the next one tries again"
                 ) from exc
 
     def close(self) -> None:

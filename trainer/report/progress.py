@@ -68,8 +68,8 @@ class Progress(Counts):
         best = "" if self.best is None else f", {self.best} of step {self.best_step},"
         self.best, self.best_step, self.evaluations_without_better, self.leaders = None, None, 0, []
         return (
-            f"evaluate.best is {_in_words(metric, good_end)} now: what was the best{best} by {_in_words(*before)} is "
-            "forgotten, and patience begins anew"
+            f"evaluate.best is now {_in_words(metric, good_end)}: the best by {_in_words(*before)}{best} is forgotten, "
+            "and patience starts again"
         )
 
     def improve(self, metric: float) -> bool:

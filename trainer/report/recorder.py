@@ -284,7 +284,7 @@ class Recorder:
             try:
                 observer.close()
             except Exception as exc:  # noqa: BLE001 - as above
-                logger.warning("%s", _describe(observer, exc, "when it was closed"))
+                logger.warning("%s", _describe(observer, exc, "raised when it was closed"))
 
     def _drop(self, failures: Sequence[tuple[Observer | Callbacks, Exception]]) -> None:
         """Go on without the observers that raised, and tell the others; each note makes the list shorter."""
@@ -293,10 +293,10 @@ class Recorder:
         for observer, error in failures:
             with suppress(Exception):
                 observer.close()
-            text = _describe(observer, error, "and is left out from now on")
+            text = _describe(observer, error, "raised and gets no more records")
             logger.warning("%s", text)
             self.note(text)
 
 
 def _describe(observer: Observer | Callbacks, error: Exception, when: str) -> str:
-    return f"observer {type(observer).__name__} raised {type(error).__name__}: {error} {when}"
+    return f"observer {type(observer).__name__} {when}: {type(error).__name__}: {error}"

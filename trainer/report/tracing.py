@@ -101,7 +101,7 @@ class Tracer:
         wanted = range(step + 1, step + 1 + self._config.signal_steps)  # after one to warm up
         taken = [*self._due, *([self._steps] if self._steps else [])]
         if any(one.start < wanted.stop and wanted.start < one.stop for one in taken):
-            self._note("a trace that a signal asked for is left out: these steps are traced already")
+            self._note("the signal for a trace is ignored: these steps are traced already")
         elif self._config.ranks == "all" or self._world.is_first:
             self._due = sorted([wanted, *self._due], key=lambda one: one.start)
 
@@ -172,14 +172,14 @@ class Tracer:
         mine = self._folder.glob(f"steps-*-rank-{self._world.rank}.json.gz")
         for old in sorted(mine, key=lambda path: path.stat().st_mtime_ns)[: -self._config.keep]:
             old.unlink()
-        self._note(f"steps {steps.start} to {steps.stop - 1} are traced in {self._folder / name}")
+        self._note(f"the trace of steps {steps.start} to {steps.stop - 1} is in {self._folder / name}")
 
     def _attempt(self, what: Callable[[], object]) -> None:
         try:
             what()
         except Exception as exc:  # noqa: BLE001 - an observer must not end the run
             self._due, self._profile, self._steps = [], None, None
-            text = f"no more steps are traced: {type(exc).__name__}: {exc}"
+            text = f"tracing stops: {type(exc).__name__}: {exc}"
             self._note(text)
             if not self._world.is_first:  # only rank 0 has observers
                 logger.warning("rank %d: %s", self._world.rank, text)

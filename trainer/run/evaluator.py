@@ -75,7 +75,7 @@ class Evaluator:
                 self._has_noted_none = True
                 self._recorder.note(
                     "the evaluation measured nothing: no rank had a batch, or the metrics function returned none; "
-                    "where all samples are fewer than a batch, give its loader last_batch='partial' or 'pad'"
+                    "if all samples fill no batch, give its loader last_batch='partial' or 'pad'"
                 )
             self._recorder.record("evaluate", found if self._saver.ema is None else {"weights": "ema", **found})
             self._saver.keep_best(found, self._progress, self._gather_state)
@@ -93,7 +93,7 @@ class Evaluator:
             return
         self._has_noted_share = True
         every = self._config.evaluate.every
-        now = "it is done after each epoch" if every is None else f"it is {every}"
+        now = "now after each epoch" if every is None else f"now {every}"
         self._recorder.note(
             f"evaluation takes {spent_s / whole_s:.0%} of the time so far ({self._evaluations} evaluations of "
             f"{spent_s / self._evaluations:.1f} s): evaluate less often with evaluate.every=STEPS ({now}), or on fewer "

@@ -116,7 +116,7 @@ class Rewinder:
                     f"{lacking}; save more often (checkpoint.every_steps, checkpoint.keep_last), or set "
                     "spike.without_checkpoint='continue'"
                 )
-            self._recorder.note(f"{lacking}; training goes on")
+            self._recorder.note(f"{lacking}; training continues")
             return False
         self._continue_from(*found, spike)
         return True

@@ -195,7 +195,7 @@ class Saver:
         progress.improve(metric)
         if progress.evaluations_without_better == config.patience:
             self._recorder.note(
-                f"training ends: no better {config.best} than {progress.best} of step {progress.best_step} in "
+                f"training ends: {config.best} was not better than {progress.best} (step {progress.best_step}) in "
                 f"{config.patience} evaluations"
             )
         if most and progress.is_among_best(metric, most):
@@ -206,7 +206,7 @@ class Saver:
         if self._config.evaluate.best is not None:
             forgotten = progress.judge_by(self._config.evaluate.best, self._config.best_end)
             if forgotten is not None:
-                self._recorder.note(f"{forgotten}; checkpoints that were kept for it are as any other")
+                self._recorder.note(f"{forgotten}; checkpoints kept for it now count as any other")
 
     def go_back(self, at_most: int) -> tuple[int, dict[str, Any]] | None:
         """Restore as ``load_newest`` does, from a step no later than ``at_most``, and delete later checkpoints.
@@ -220,7 +220,9 @@ class Saver:
             if self.averager is not None:
                 self.averager.are_alike = True
             for step in self.checkpointer.delete_after(found[0]):
-                self._recorder.note(f"the checkpoint of step {step} is deleted: training goes back before it")
+                self._recorder.note(
+                    f"the checkpoint of step {step} is deleted, because training goes back to an earlier one"
+                )
         return found
 
     def save_again(self, step: int, state: dict[str, Any]) -> None:
@@ -242,13 +244,11 @@ class Saver:
         )
         self.note()
         for step, damage in self.checkpointer.passed_over.items():
-            self._recorder.note(f"the checkpoint of step {step} is passed over: {damage}")
+            self._recorder.note(f"the checkpoint of step {step} is damaged and skipped: {damage}")
         if found is not None:
             now, then = type(self._optimizer).__name__, found[1].get("optimizer")
             if then not in (now, None):  # some keep the same state, and do something else with it
-                self._recorder.note(
-                    f"the optimizer is {now}, where the checkpoint had {then}, and goes on with its state"
-                )
+                self._recorder.note(f"the optimizer is {now}; the checkpoint had {then}, whose state it continues with")
             for change in self.checkpointer.changed_settings:
                 self._recorder.note(change)
             self._compression.load_state_dict(self.checkpointer.load_rank_state(), steps=found[0])
@@ -297,7 +297,7 @@ class Saver:
             what = f"for {_some(lacking)}" if "ema" in state else "of the weights"
             self._recorder.note(f"the checkpoint has no average {what}: it starts from the checkpoint's weights")
         if alone:
-            self._recorder.note(f"the checkpoint's average is dropped for what is not trained now: {_some(alone)}")
+            self._recorder.note(f"the average of what is no longer trained is dropped: {_some(alone)}")
 
     def finish(self, step: int, state: dict[str, Any], *, stopped_by: str) -> None:
         """Leave all ranks with one model, save it, and export it where that is asked for.

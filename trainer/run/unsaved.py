@@ -47,9 +47,9 @@ class UnsavedBuffers:
             return None
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         return (
-            f"training changes the buffers {', '.join(changed[:_NAMED])}{more}, which are in no checkpoint, because "
-            "they are registered with persistent=False: a resumed run begins with them anew, and may differ from an "
-            "unbroken one. Leave persistent=False out, unless forward computes them from each batch alone"
+            "training changes buffers that no checkpoint has, because they are registered with persistent=False: "
+            f"{', '.join(changed[:_NAMED])}{more}. A resumed run starts with fresh ones and may differ from an "
+            "unbroken run. Leave persistent=False out, unless forward computes them from each batch alone"
         )
 
     def _marks(self) -> Iterator[tuple[str, _Mark]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numbers
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -62,11 +63,20 @@ def agree_on_options(config: Any, evaluates: bool, world: World) -> None:
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not is_dataclass(value):
-        yield name, value
+        yield name, _comparable(value)
         return
     for one in fields(value):
         if (key := f"{name}.{one.name}") not in _OWN_OPTIONS:
             yield from _flatten(key, getattr(value, one.name))
+
+
+def _comparable(value: Any) -> Any:
+    """What is equal, and can be sent, where two ranks were given the same: of functions and objects, their names."""
+    if isinstance(value, Mapping):
+        return {key: _comparable(one) for key, one in value.items()}
+    if isinstance(value, str | int | float | tuple | NoneType):
+        return value
+    return getattr(value, "__qualname__", None) or repr(value)
 
 
 class Settings:

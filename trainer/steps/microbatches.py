@@ -211,8 +211,8 @@ class Microbatches:
                 "model, precision.dtype='bf16', activation.every=1, or parallel.zero=3 with step.microbatch"
             )
         self._found = _Found(rows, most, sorted(set(self._gather(self._memory))), is_alone(rows))
-        limit = "" if rows == most else f" and {rows + 1} do not"
-        note(f"microbatches of {rows} rows fit{limit}; batches have {largest}{self._remark}")
+        limit = "" if rows == most else f", {rows + 1} do not"
+        note(f"microbatches of {rows} rows fit{limit}; batches have {largest} rows{self._remark}")
         return rows
 
     def _all(self, fits: bool) -> bool:

@@ -149,7 +149,7 @@ class Schedule:
             if saved and name in saved:
                 then = saved[name] if name != "lr" or groups is None else self._rates_of(groups, saved[name])
                 if then != value:
-                    tell(f"schedule: {name}={value!r}, where the checkpoint had {then!r}")
+                    tell(f"schedule: {name}={value!r}; the checkpoint had {then!r}")
 
     def _rates_of(self, groups: Sequence[Sequence[int]], saved: Sequence[float]) -> list[Any]:
         """The rates that a checkpoint has of each group: several where it had several groups; of none, that of now."""

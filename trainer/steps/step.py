@@ -208,7 +208,8 @@ class StepRunner:
         )
         for index, batch in enumerate(microbatches):
             losses.begin(batch)
-            self._passes.train(batch, self._checked_loss, losses, last=index == len(microbatches) - 1)
+            with self._parallel.computing(batch):
+                self._passes.train(batch, self._checked_loss, losses, last=index == len(microbatches) - 1)
         self._expected_count = losses.expected_count
         self._parallel.check_gradients()
         assert reading is not None, "there was a microbatch"
@@ -241,6 +242,7 @@ class StepRunner:
             if buffers is not None:
                 buffers.restore()
         self._gradients.clear()
+        self._parallel.end_step(updated=outcome == "updated")
         return StepResult(
             loss=totals.loss / totals.count if totals.count else math.nan,
             count=totals.count,

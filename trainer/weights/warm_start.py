@@ -73,7 +73,7 @@ class WarmStart:
             if names:
                 more = ", ..." if len(names) > _SHOWN else ""
                 parts.append(f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{more})")
-        return f"weights are those of {self.source}: {', '.join(parts)}"
+        return f"weights come from {self.source}: {', '.join(parts)}"
 
 
 def load_weights(

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from ...errors import ConfigError, DecodeError, MemoryLimitError
-from ..batch_values import BatchValues
+from ..values import BatchValues
 from .jpeg_stream import plain_jpeg
 
 if TYPE_CHECKING:
@@ -209,8 +209,8 @@ class DeviceImages(BatchValues):
         if device not in _refusing:
             _refusing.add(device)
             warnings.warn(
-                f"a JPEG of {planned.plan.width}x{planned.plan.height} that the CPU can decode was refused on {device} "
-                f"({why}). It is decoded on the CPU, as are others like it; this is said once",
+                f"{device} cannot decode a JPEG of {planned.plan.width}x{planned.plan.height} ({why}). The CPU "
+                "decodes it and all others that the device refuses; this warning is given once",
                 DeviceFallbackWarning,
                 stacklevel=2,
             )

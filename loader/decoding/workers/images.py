@@ -107,7 +107,7 @@ class ImageProcesses:
         with self._lock:
             is_first, self._has_failed = not self._has_failed, True
         if is_first and not self._is_closed:
-            logger.warning("images go on being decoded by threads, not by processes: %s", cause)
+            logger.warning("threads decode the images, because worker processes cannot: %s", cause)
             self._start(self.pool.close, "penstock-end-workers")
 
     def _start(self, target: Callable[[], None], name: str) -> Thread | None:
@@ -116,7 +116,7 @@ class ImageProcesses:
             thread.start()
         except RuntimeError as exc:  # there is no room for another thread
             self._has_failed = True
-            logger.warning("images go on being decoded by threads, not by processes: %s", exc)
+            logger.warning("threads decode the images, because worker processes cannot: %s", exc)
             return None
         return thread
 

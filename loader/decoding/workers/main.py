@@ -51,6 +51,7 @@ class Job:
     encoded: tuple[str, ...]
     new_decoders: Mapping[str, bytes]
     keys: AnyArray | None = None
+    avoided: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def _serve(channel: Channel, work: RowWork) -> None:
 def _work(work: RowWork, job: Job, decoders: Mapping[str, FieldDecoder]) -> tuple[bytes, list[memoryview]]:
     started = time.perf_counter()
     encoded = {name: decoders[name] for name in job.encoded}
-    task = RowTask(job.epoch, job.first_row, job.ids, job.fields, encoded, job.keys)
+    task = RowTask(job.epoch, job.first_row, job.ids, job.fields, encoded, job.keys, job.avoided)
     out = work.allocate(task)
     ended = None
     try:

@@ -244,6 +244,7 @@ class WorkerPool:
             encoded=tuple(task.encoded),
             new_decoders={name: self._pickled_decoder(name, decoder) for name, decoder in new.items()},
             keys=task.keys,
+            avoided=task.avoided,
         )
         worker.decoders.update(new)
         try:

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from ...errors import FormatError
-from ..base import refuse_change, refuse_large
 from ..schema import make_block, struct_fields
+from ..shard import refuse_change, refuse_large
 from .columns import describe_type, find_unread, is_file_struct, to_columns, value_bytes, with_paths
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from functools import lru_cache
 from typing import Any
 
@@ -24,8 +25,81 @@ import pyarrow.types as pt
 from ...columns import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
 from ...errors import FormatError
 from ..schema import NULL_SUFFIX, refuse_null_clash
-from .dictionaries import dictionary_slices, is_shared_text
-from .embedded import file_bytes
+
+
+def dictionary_slices(arrays: list[pa.DictionaryArray], *, text: bool) -> BytesColumn:
+    """The values of dictionary arrays, one after another, as slices of their dictionaries. A null is missing."""
+    buffers: list[memoryview] = []
+    firsts: dict[tuple[int, int], int] = {}  # where the bytes at an address, of a length, begin in what is joined
+    size = 0
+    starts: list[IntArray] = []
+    stops: list[IntArray] = []
+    for array in arrays:
+        values = array.dictionary.cast(pa.large_string() if text else pa.large_binary())
+        data = values.buffers()[2]
+        place = (0, 0) if data is None else (data.address, data.size)
+        if place not in firsts:
+            firsts[place] = size
+            buffers.append(memoryview(b"") if data is None else memoryview(data).cast("B"))
+            size += len(buffers[-1])
+        begins, ends = _bounds(values)
+        rows = array.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        if array.indices.null_count:
+            rows[array.indices.is_null().to_numpy(zero_copy_only=False)] = len(values)
+        base = firsts[place]
+        starts.append(np.append(np.where(begins < 0, -1, begins + base), -1)[rows])
+        stops.append(np.append(ends + base, -1)[rows])
+    joined = buffers[0] if len(buffers) == 1 else memoryview(b"".join(buffers))
+    nothing = [np.zeros(0, np.int64)]
+    return BytesColumn(joined, np.concatenate(starts or nothing), np.concatenate(stops or nothing), text)
+
+
+def _bounds(values: pa.Array) -> tuple[IntArray, IntArray]:
+    """Starts, -1 for null, and ends of the values of large text or binaries."""
+    buffer = values.buffers()[1]
+    if buffer is None or not len(values):
+        return np.zeros(len(values), np.int64), np.zeros(len(values), np.int64)
+    offsets: IntArray = np.frombuffer(buffer, np.int64, count=len(values) + 1, offset=8 * values.offset)
+    if not values.null_count:
+        return offsets[:-1], offsets[1:]
+    return np.where(values.is_null().to_numpy(zero_copy_only=False), -1, offsets[:-1]), offsets[1:]
+
+
+def is_shared_text(kind: pa.DataType) -> bool:
+    """Return whether a type is a dictionary of text or binaries."""
+    if not pt.is_dictionary(kind):
+        return False
+    value = kind.value_type
+    return bool(
+        pt.is_string(value)
+        or pt.is_large_string(value)
+        or pt.is_string_view(value)
+        or pt.is_binary(value)
+        or pt.is_large_binary(value)
+        or pt.is_binary_view(value)
+        or pt.is_fixed_size_binary(value)
+    )
+
+
+def file_bytes(array: pa.StructArray, name: str, shard: str) -> pa.Array:
+    """The bytes of each file in a column; null where there is no file.
+
+    Raises:
+        FormatError: there is a path without bytes, so that the file lies elsewhere.
+    """
+    children = array.flatten()
+    data = children[array.type.get_field_index("bytes")]
+    if data.null_count:
+        paths = children[array.type.get_field_index("path")].filter(data.is_null()).drop_null()
+        if len(paths):
+            path = reprlib.repr(paths[0].as_py())
+            raise FormatError(
+                shard,
+                f"column {name!r} holds a path ({path}) without bytes, and files elsewhere are not read; write the "
+                "table with the bytes in it, as datasets' to_parquet() does, or leave the column out",
+            )
+    return data
+
 
 _NUMPY = {
     pa.int8(): np.int8,
@@ -351,3 +425,34 @@ def is_file_struct(kind: pa.DataType) -> bool:
 def with_paths(kind: pa.StructType) -> pa.StructType:
     """The struct of a file with a path that is text, also where it has no type."""
     return pa.struct([field.with_type(pa.string()) if pt.is_null(field.type) else field for field in kind])
+
+
+def value_sizes(array: pa.Array) -> IntArray:
+    """(len(array),) int64: the bytes of each value, of strings and lists what they hold; 0 for nulls."""
+    kind, length = array.type, len(array)
+    if isinstance(array, pa.ExtensionArray):
+        return value_sizes(array.storage)
+    if pt.is_dictionary(kind):
+        return value_sizes(array.dictionary_decode())
+    if pt.is_map(kind):
+        ends = np.asarray(array.offsets.to_numpy(zero_copy_only=False), dtype=np.int64)
+        sums = np.concatenate([[0], np.cumsum(value_sizes(array.keys) + value_sizes(array.items))])
+        sizes = sums[ends[1:]] - sums[ends[:-1]]
+    elif is_list(kind):
+        import pyarrow.compute as pc  # which takes long to import
+
+        parents = np.asarray(pc.list_parent_indices(array), dtype=np.int64)
+        sizes = np.bincount(parents, weights=value_sizes(pc.list_flatten(array)), minlength=length)
+    elif pt.is_fixed_size_list(kind):
+        sizes = value_sizes(flat_values(array)).reshape(length, kind.list_size).sum(axis=1)
+    elif pt.is_struct(kind):
+        sizes = sum((value_sizes(part) for part in array.flatten()), np.zeros(length, np.int64))
+    elif is_text(kind) or is_binary(kind):
+        found = slices(array, text=is_text(kind))
+        return np.where(found.starts >= 0, found.stops - found.starts, 0)
+    else:
+        width = 0 if pt.is_null(kind) else 1 if pt.is_boolean(kind) else kind.bit_width // 8
+        sizes = np.full(length, width, np.int64)
+    if array.null_count:
+        sizes = np.where(bits(array.buffers()[0], array.offset, length), sizes, 0)
+    return np.asarray(sizes, dtype=np.int64)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
 from ...columns import Block
 from ...errors import FormatError
-from ..base import BaseFormat, refuse_change, refuse_large, whole_part
-from ..chunks import join_spans
-from ..names import SUFFIXES
 from ..schema import columns_here
-from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
+from ..shard import (
+    CHUNK_BYTES,
+    SUFFIXES,
+    BaseFormat,
+    ChunkRef,
+    ChunkSpan,
+    ShardIndex,
+    ShardTask,
+    join_spans,
+    refuse_change,
+    refuse_large,
+    whole_part,
+)
 from .blocks import table_block, typed_kind, typed_table
 from .columns import has_offsets, marks_nulls, offsets_rise, schema_columns, value_bytes
 from .ipc_reader import IpcReader
@@ -31,11 +42,98 @@ from .messages import (
     metadata_length,
     parse_message,
 )
-from .saved import pick_saved
-from .string_views import views_are_inside
 
 if TYPE_CHECKING:
     from ....storage import ObjectInfo, Store
+
+
+# Arrow's columnar format, "Variable-size Binary View Layout": longer values lie in a buffer of their own.
+_INLINE_BYTES = 12
+_VIEW = np.dtype([("length", "<i4"), ("prefix", "<i4"), ("buffer", "<i4"), ("offset", "<i4")])
+
+
+def views_are_inside(array: pa.Array) -> bool:
+    """Return whether all views of an array, also those of nulls and of arrays inside it, stay inside their buffers."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return views_are_inside(array.storage)
+    if pt.is_string_view(kind) or pt.is_binary_view(kind):
+        return _are_inside(array)
+    if pt.is_struct(kind):
+        return all(views_are_inside(array.field(i)) for i in range(kind.num_fields))
+    if pt.is_map(kind):
+        return views_are_inside(array.keys) and views_are_inside(array.items)
+    if pt.is_dictionary(kind):
+        return views_are_inside(array.dictionary)
+    return views_are_inside(array.values) if kind.num_fields == 1 and not pt.is_union(kind) else True
+
+
+def _are_inside(array: pa.Array) -> bool:
+    _, data, *buffers = array.buffers()
+    if data is None or not len(array):
+        return True
+    views = np.frombuffer(data, _VIEW, count=len(array), offset=array.offset * _VIEW.itemsize)
+    lengths = views["length"].astype(np.int64)
+    if (lengths < 0).any():
+        return False
+    long = lengths > _INLINE_BYTES
+    places, offsets, lengths = views["buffer"][long], views["offset"][long].astype(np.int64), lengths[long]
+    if not len(places):
+        return True
+    if int(places.min()) < 0 or int(places.max()) >= len(buffers) or int(offsets.min()) < 0:
+        return False
+    sizes = np.array([buffer.size for buffer in buffers], np.int64)
+    return bool((offsets + lengths <= sizes[places]).all())
+
+
+_STATE = "state.json"
+# Beside the data of `save_to_disk`, and in the library's own cache, where no state says which files are the data.
+_INFO = "dataset_info.json"
+
+
+def pick_saved(
+    store: Store, listing: Sequence[ObjectInfo], tasks: Sequence[ShardTask], named: Collection[str]
+) -> list[ShardTask]:
+    """Of such folders the files that their states list, in that order, and those that are ``named``; of others all.
+
+    Beside the data may lie results of ``map``, in the cache of datasets, too, and files of an earlier save in another
+    number of shards.
+
+    Raises:
+        FormatError: a file that a state lists is missing.
+    """
+    states = {info.key.removesuffix(_STATE): info for info in listing if info.key.rpartition("/")[2] == _STATE}
+    known = {info.key.rpartition("/")[0] for info in listing if info.key.rpartition("/")[2] in (_STATE, _INFO)}
+    listed = {folder: _list_files(store, info, folder) for folder, info in states.items()}
+    there = {task.info.key for task in tasks}
+    for folder, keys in listed.items():
+        missing = next((key for key in keys or () if key not in there), None)
+        if missing is not None:
+            raise FormatError(states[folder].key, f"lists {missing}, which is not there; copy it, or save it again")
+    places = {key: place for keys in listed.values() for place, key in enumerate(keys or ())}
+
+    def is_data(key: str) -> bool:
+        folder, slash, name = key.rpartition("/")
+        keys = listed.get(folder + slash)
+        return key in places if keys else folder not in known or not name.startswith("cache-")
+
+    picked = [task for task in tasks if task.info.key in named or is_data(task.info.key)]
+    for keys in listed.values():
+        slots = [slot for slot, task in enumerate(picked) if task.info.key in set(keys or ())]
+        in_order = sorted((picked[slot] for slot in slots), key=lambda task: places[task.info.key])
+        for slot, task in zip(slots, in_order, strict=True):
+            picked[slot] = task
+    return picked
+
+
+def _list_files(store: Store, info: ObjectInfo, folder: str) -> list[str] | None:
+    """The keys that a state lists; None where it is another program's, or lists none."""
+    try:
+        files = json.loads(bytes(store.get(info.key, etag=info.etag)))["_data_files"]
+        return [f"{folder}{file['filename']}" for file in files] or None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
 
 # What a compressed body grows to is not in the metadata; a guess for the estimate of memory.
 _COMPRESSION_RATIO = 3

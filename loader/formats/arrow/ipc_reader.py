@@ -9,7 +9,7 @@ import pyarrow.types as pt
 
 from ....storage import ByteRange, ObjectInfo, Store
 from ...errors import FormatError
-from ..base import refuse_empty
+from ..shard import refuse_empty
 from .columns import check_names
 from .messages import (
     CONTINUATION,

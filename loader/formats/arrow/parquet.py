@@ -15,25 +15,34 @@ import pyarrow.types as pt
 from ....storage import ByteRange, ObjectInfo, Store
 from ...columns import Block, IntArray
 from ...errors import FormatError
-from ..base import BaseFormat, refuse_change, refuse_large
-from ..chunks import join_spans
-from ..names import SUFFIXES
 from ..schema import choose_columns, columns_here
-from ..shard import CHUNK_BYTES, ChunkRef, ShardIndex, ShardTask
+from ..shard import (
+    CHUNK_BYTES,
+    SUFFIXES,
+    BaseFormat,
+    ChunkRef,
+    ShardIndex,
+    ShardTask,
+    join_spans,
+    refuse_change,
+    refuse_large,
+)
 from .blocks import batch_block, table_block, typed_kind, typed_table
 from .columns import UntoldNullsError, has_offsets, marks_nulls, schema_columns, value_bytes
 from .parquet_footer import (
+    PAGE_HEADER_BYTES,
     SparseFile,
     arrow_schema,
     column_bytes,
     column_leaves,
     column_range,
     may_hold_nulls,
+    read_dictionary_facts,
     read_footer,
+    repeats_values,
     row_group_spans,
     value_width,
 )
-from .parquet_pages import PAGE_HEADER_BYTES, read_dictionary_facts, repeats_values
 
 # Two wanted columns are read as one range where less than this lies between them. It is more than the 8 KiB of
 # pyarrow's own coalescing, so that its reads stay inside the parts.

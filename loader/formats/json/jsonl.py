@@ -23,11 +23,21 @@ import pyarrow as pa
 
 from ...columns import ArrayColumn, Block, Column, IntArray, ObjectColumn
 from ...errors import FormatError
-from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
 from ..compressed import codec_of, decompress, decompressed_pieces, hidden_codec
-from ..names import CODEC_SUFFIXES, SUFFIXES
 from ..schema import NULL_SUFFIX, choose_columns, make_block, refuse_null_clash
-from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
+from ..shard import (
+    CHUNK_BYTES,
+    CODEC_SUFFIXES,
+    SUFFIXES,
+    BaseFormat,
+    ChunkRef,
+    ChunkSpan,
+    ShardIndex,
+    ShardTask,
+    refuse_change,
+    refuse_empty,
+    whole_part,
+)
 from ..windows import PieceWindows, ShardWindows, Windows
 from .lines import find_lines, infer_columns, read_columns
 from .types import JsonType, make_column, union_columns

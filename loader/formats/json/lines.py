@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from ...errors import FormatError
-from ..chunks import cut_samples
+from ..shard import cut_samples
 from .types import MAX_DEPTH, JsonType, from_arrow, infer_type, merge_types, to_arrow
 
 if TYPE_CHECKING:

@@ -15,23 +15,139 @@ import numpy as np
 
 from ...columns import KEY_COLUMN, Block, BytesColumn, Column, IntArray
 from ...errors import FormatError
-from ..base import BaseFormat, refuse_change, refuse_empty, whole_part
-from ..chunks import cut_samples
 from ..compressed import codec_of, decompress, decompressed_pieces, hidden_codec
-from ..names import SUFFIXES
 from ..schema import choose_columns
-from ..shard import CHUNK_BYTES, ChunkRef, ChunkSpan, ShardIndex, ShardTask
+from ..shard import (
+    CHUNK_BYTES,
+    SUFFIXES,
+    BaseFormat,
+    ChunkRef,
+    ChunkSpan,
+    ShardIndex,
+    ShardTask,
+    cut_samples,
+    refuse_change,
+    refuse_empty,
+    whole_part,
+)
 from ..windows import PieceWindows, ShardWindows, Windows
-from .again import doubt_keys
-from .blocks import BLOCK
-from .census import Census, refuse_duplicates, take_census, take_linked_census
+from .blocks import BLOCK, show_name
+from .census import Census, find_keys, refuse_duplicates, take_census, take_linked_census
 from .headers import read_members, refuse_truncation
 from .links import join_tied, place_links
-from .names import RESERVED_FIELDS, NameTable, group_names
-from .small import take_small_census
+from .names import RESERVED_FIELDS, NameTable, find_field_dot, group_names
 
 if TYPE_CHECKING:
     from ....storage import ObjectInfo, Store
+
+
+_LOOKED_AT = 16  # pairs
+
+
+def doubt_keys(windows: Windows, shard: str, census: Census) -> str:
+    """Say what is doubtful about a census of which samples seem to share keys; "" where their keys are others.
+
+    A sample whose fields stand apart would come in parts. One with a field that an earlier one has may be repeated on
+    purpose, and both are read.
+
+    Raises:
+        FormatError: samples are in parts.
+    """
+    parts = census.again[census.apart][:_LOOKED_AT]
+    repeats = census.again[~census.apart]
+    found = find_keys(windows, shard, census, np.concatenate([parts, repeats[:_LOOKED_AT]]).ravel())
+    for one, other in parts.tolist():
+        (key, first, _), (again, second, offset) = found[one], found[other]
+        if key == again:
+            raise FormatError(
+                shard,
+                f"member '{second}' is of the sample '{show_name(key)}', which began with '{first}', but other samples "
+                "lie between: it would come in parts. Write the shard with the members of each sample one after "
+                "another, as `tar --sort=name` or `penstock pack` does",
+                offset=offset,
+            )
+    for one, other in repeats[:_LOOKED_AT].tolist():
+        (key, first, _), (again, second, offset) = found[one], found[other]
+        if key == again:
+            return (
+                f"the key '{show_name(key)}' comes again at byte {offset} ('{second}' after '{first}'; {len(repeats)} "
+                "such pairs): where a newer sample was appended, as by `tar -r` or `tar -u`, the older one is read, too"
+            )
+    return ""
+
+
+# Up to about this many members a loop is faster than arrays.
+MOST_MEMBERS = 32
+
+_REGULAR = (0, ord("0"))
+_ENDS = (0, ord(" "))
+
+
+def take_small_census(archive: memoryview) -> Census | None:
+    """Return the ``take_census`` of a whole archive; None if it has many members or is not of the plainest form."""
+    starts: list[int] = []
+    stops: list[int] = []
+    every: set[str] = set()
+    fields: set[str] = set()
+    key: bytes | None = None
+    keys: set[bytes] = set()
+    at = 0
+    for _ in range(MOST_MEMBERS + 1):
+        header = bytes(archive[at : at + BLOCK])
+        if len(header) < BLOCK:
+            return None
+        if not header[0]:
+            break
+        found = _read_header(header)
+        if found is None:
+            return None
+        name, size = found
+        dot = find_field_dot(name)
+        if dot < 0:
+            return None
+        field = name[dot + 1 :].decode("ascii").lower()
+        if name[:dot] != key:
+            key = name[:dot]
+            if key in keys:
+                return None
+            keys.add(key)
+            starts.append(at)
+            stops.append(0)
+            fields = set()
+        if field in fields:
+            return None
+        fields.add(field)
+        every.add(field)
+        at += BLOCK
+        stops[-1] = at + size
+        at += -(-size // BLOCK) * BLOCK
+    else:
+        return None
+    if not every or not every.isdisjoint(RESERVED_FIELDS) or bytes(archive[at:]).strip(b"\0"):
+        return None
+    return Census(np.array(starts, np.int64), np.array(stops, np.int64), frozenset(every), len(archive))
+
+
+def _read_header(header: bytes) -> tuple[bytes, int] | None:
+    """Name and size of a regular file whose header is sound and has no prefix."""
+    size, checksum = header[124:135], header[148:154]
+    if (
+        header[257:262] != b"ustar"
+        or header[345]
+        or header[156] not in _REGULAR
+        or header[135] not in _ENDS
+        or header[154] not in _ENDS
+        or not (size.isdigit() and checksum.isdigit())
+        or b"8" in size + checksum
+        or b"9" in size + checksum
+        or sum(header) - sum(header[148:156]) + 8 * 32 != int(checksum, 8)
+    ):
+        return None
+    name = header[:100].partition(b"\0")[0]
+    if name.endswith(b"/") or not name.isascii():
+        return None
+    return name, int(size, 8)
+
 
 _SMALL_BYTES = 64
 

@@ -22,7 +22,7 @@ from ..window import LaneWindow
 from .costs import DEFAULT_INDEX, SampleCosts
 
 if TYPE_CHECKING:
-    from ..selecting.selection import Selection
+    from ..selecting import Selection
 
 _FOR_RUNS = 6  # what a stream of random numbers is used for, as in plan.py
 _FEWEST_RUNS, _MOST_RUNS = 8, 64  # of a pool that is chosen

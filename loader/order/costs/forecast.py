@@ -95,7 +95,7 @@ def count_reads(plan: EpochPlan, *, world_size: int, global_batch_size: int, cos
     steps = plan.num_samples // global_batch_size
     reads = 0
     for rank in range(world_size):
-        spans = EpochSpans(plan, Share(rank, world_size, global_batch_size, costs=costs))
+        spans = EpochSpans(plan, Share(rank, world_size, global_batch_size, costs=None if costs is None else (costs,)))
         pairs: set[tuple[int, int]] = set()
         for first in range(0, steps, 16):
             here = first * global_batch_size

@@ -99,7 +99,35 @@ class CostCuts:
 
     def of(self, bounds: IntArray, world_size: int, weights: Sequence[float] | None = None) -> IntArray:
         """Cut consecutive global batches, as ``share_bounds`` does: (steps, world_size + 1) int64."""
-        costs = self._costs.apply(self._walk.by_lane(bounds).astype(np.int64))
-        edges = (bounds - bounds[0]).tolist()
-        cuts = [cut_by_cost(costs[low:high], world_size, weights) for low, high in pairwise(edges)]
-        return np.array(cuts, np.int64).reshape(len(cuts), world_size + 1)
+        return _cut_steps(self.by_lane(bounds), bounds - bounds[0], world_size, weights)
+
+    def by_lane(self, bounds: IntArray) -> IntArray:
+        """Compute the costs of steps that begin and end at ``bounds``, in the order of ``CostWalk.by_lane``."""
+        return self._costs.apply(self._walk.by_lane(bounds).astype(np.int64))
+
+
+def cut_together(
+    parts: Sequence[tuple[CostCuts, IntArray]],
+    columns: IntArray,
+    world_size: int,
+    weights: Sequence[float] | None,
+) -> IntArray:
+    """Cut steps that take of several epochs, whose samples are sorted by (step, lane, part): as ``CostCuts.of`` does.
+
+    ``parts``: the costs of each epoch, and the positions of it, (steps + 1,), where steps begin and end; ``columns``
+    (steps + 1, lanes * parts): the offsets there of each lane of each epoch.
+    """
+    counts = np.diff(columns, axis=0)
+    firsts = (np.cumsum(counts.ravel()) - counts.ravel()).reshape(counts.shape)
+    costs = np.empty(int(counts.sum()), np.int64)
+    for number, (own, bounds) in enumerate(parts):
+        of_part = counts[:, number :: len(parts)].ravel()
+        shift = np.repeat(firsts[:, number :: len(parts)].ravel() - (np.cumsum(of_part) - of_part), of_part)
+        costs[shift + np.arange(len(shift))] = own.by_lane(bounds)
+    edges = np.concatenate(([0], np.cumsum(counts.sum(axis=1))))
+    return _cut_steps(costs, edges, world_size, weights)
+
+
+def _cut_steps(costs: IntArray, edges: IntArray, world_size: int, weights: Sequence[float] | None) -> IntArray:
+    cuts = [cut_by_cost(costs[low:high], world_size, weights) for low, high in pairwise(edges.tolist())]
+    return np.array(cuts, np.int64).reshape(len(cuts), world_size + 1)

@@ -9,7 +9,7 @@ from ....storage import DecryptionError, NotFoundError, ObjectChangedError
 from ...errors import FormatError
 
 if TYPE_CHECKING:
-    from ...columns import Block
+    from ...columns import Block, IntArray
     from ...order.spans import ChunkRows
 
 DATA_ERRORS = (FormatError, DecryptionError, NotFoundError, ObjectChangedError)
@@ -34,4 +34,6 @@ class BadChunk:
 class ReplacesChunks(Protocol):
     """A ``Quarantine``, or that of one source of a mixture."""
 
-    def replace(self, group: ChunkRows, error: BaseException, epoch: int | None = None) -> tuple[ChunkRows, Block]: ...
+    def replace(
+        self, group: ChunkRows, error: BaseException, epoch: int | IntArray | None = None
+    ) -> tuple[ChunkRows, Block]: ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +24,7 @@ _KEPT = 1000  # records in memory
 _MOST_IDS = 100_000  # of bad samples, in epochs before the last two
 _SHOWN = 3
 _MOST_IN_A_ROW = 100
+_NUMBERS = itertools.count()  # of records, in the order in which they came
 
 
 class BadSampleWarning(UserWarning):
@@ -37,25 +40,34 @@ class Limit:
 
 
 class BadSamples:
-    """Counts each bad sample once an epoch. Used by the assembler's and the batches' threads, under one lock.
+    """Counts each bad sample of a data set once an epoch. Used by the assembler's and the batches' threads, by a lock.
 
     A sample that ``avoid=`` names is not counted: it is known. ``after``: what is done about a bad sample, for people.
+    ``source``: the data set's name in a mixture, whose epochs and limit are its own.
     """
 
-    def __init__(self, manifest: Manifest, limit: Limit, file: QuarantineFile | None = None, after: str = "") -> None:
-        self._manifest = manifest
+    def __init__(
+        self,
+        manifest: Manifest,
+        limit: Limit,
+        file: QuarantineFile | None = None,
+        after: str = "",
+        source: str | None = None,
+    ) -> None:
+        self.manifest = manifest
         self._limit = limit
         self._file = file
         self.after = after
+        self._source = source
         self._epochs: dict[int, dict[int, str]] = {}  # the ids of an epoch's bad samples, and the step that failed
         self._written: set[tuple[str, int]] = set()
-        self._records: deque[Quarantined] = deque(maxlen=_KEPT)
+        self._records: deque[tuple[int, Quarantined]] = deque(maxlen=_KEPT)
         self._in_a_row = 0
         self._lock = threading.Lock()
 
     @property
-    def records(self) -> list[Quarantined]:
-        """The latest 1,000, each sample and chunk once."""
+    def records(self) -> list[tuple[int, Quarantined]]:
+        """The latest 1,000, each sample and chunk once, with numbers that grow over all data sets."""
         with self._lock:
             return list(self._records)
 
@@ -76,6 +88,7 @@ class BadSamples:
         Raises:
             DatasetError: more are bad than may be; or it cannot be written down.
         """
+        entry = entry if self._source is None else replace(entry, source=self._source)
         with self._lock:
             bad = self._of(entry.epoch)
             for sample_id in [entry.id] if ids is None else ids:
@@ -83,7 +96,7 @@ class BadSamples:
             self._in_a_row += entry.step == "transform"
             if (entry.kind, entry.id) not in self._written:
                 self._written.add((entry.kind, entry.id))
-                self._records.append(entry)
+                self._records.append((next(_NUMBERS), entry))
                 if self._file is not None:
                     self._file.append(entry)
                 if len(self._written) == 1 and entry.kind == "sample":
@@ -105,7 +118,7 @@ class BadSamples:
         return self._epochs[epoch]
 
     def _warn(self, entry: Quarantined) -> None:
-        where = f"; all are written to {self._file.path}" if self._file is not None else "; see loader.bad_samples"
+        where = f"; {self._file.path} records all bad samples" if self._file is not None else "; see loader.bad_samples"
         warnings.warn(f"{entry.reason}; it is {self.after}{where}", BadSampleWarning, stacklevel=2)
 
     def _check(self, epoch: int) -> None:
@@ -119,8 +132,33 @@ class BadSamples:
             problem = f"{bad} bad on this rank, more than {self._limit.shown} allows ({parts})"
         else:
             return
-        last = "; ".join(entry.reason for entry in list(self._records)[-_SHOWN:])
-        raise DatasetError(f"{problem}. The last: {last}")
+        last = "; ".join(entry.reason for _, entry in list(self._records)[-_SHOWN:])
+        where = "" if self._source is None else f"the source {self._source!r} of the mixture: "
+        raise DatasetError(f"{where}{problem}. The last: {last}")
+
+
+class BadOfSources:
+    """The bad samples of all sources of a loader on this rank; their joint ids begin at ``first_ids``."""
+
+    def __init__(self, of_sources: Sequence[BadSamples], first_ids: Sequence[int]) -> None:
+        self._of_sources = of_sources
+        self._first_ids = first_ids
+
+    @property
+    def records(self) -> list[Quarantined]:
+        """The latest 1,000 of all sources, each sample and chunk once."""
+        merged = heapq.merge(*(bad.records for bad in self._of_sources), key=lambda numbered: numbered[0])
+        return [entry for _, entry in merged][-_KEPT:]
+
+    def among(self, epoch: int, ids: IntArray) -> IntArray:
+        """Find those of the joint ``ids`` that are known to be bad in an epoch of their source."""
+        numbers = np.searchsorted(np.array(self._first_ids[1:], np.int64), ids, side="right")
+        found = [
+            self._of_sources[number].among(epoch, ids[numbers == number] - first) + first
+            for number in np.unique(numbers).tolist()
+            for first in [self._first_ids[number]]
+        ]
+        return np.concatenate([np.empty(0, np.int64), *found])
 
 
 _DONE = {"read": "could not be read", "decode": "not decoded", "transform": "not transformed"}

@@ -11,10 +11,9 @@ import pytest
 from penstock import DistributedDataLoader
 from penstock.loader import TokensFormat
 from penstock.loader.assembly.look_ahead import Ahead, LookAhead
-from penstock.loader.order.courses import EpochCourse
 from penstock.loader.order.plan import Order, Share
-from penstock.loader.order.spans import SourceOrder, Span, SpanPlanner
-from penstock.loader.pipeline.delivery_queue import DeliveryQueue
+from penstock.loader.order.spans import EpochCourse, SourceOrder, Span, SpanPlanner
+from penstock.loader.pipeline.assembler import DeliveryQueue
 
 CHUNKS, ROWS, LANES = 64, 10, 4
 SHARE = Share(rank=0, world_size=1, global_batch_size=8)
@@ -133,6 +132,7 @@ def test_every_span_comes_once_and_asks_for_the_chunks_of_all_windows(is_short: 
     assert counts.min() >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loop_that_waits_gets_the_same_batches_and_reads_each_chunk_once(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, ranks: int

@@ -98,7 +98,7 @@ def test_a_copy_on_a_store_without_etags_is_read_and_compared(tmp_path: Path, fo
 
 def test_of_large_chunks_one_is_compared(tmp_path: Path, elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    monkeypatch.setattr("penstock.loader.dataset.copied._MOST_BYTES", 30_000)
+    monkeypatch.setattr("penstock.loader.dataset.index._MOST_BYTES", 30_000)
     store = copy(tmp_path, elsewhere)
     assert open_manifest(elsewhere).checks_all
     assert shard_gets(store) == 1
@@ -133,7 +133,7 @@ def test_what_was_written_anew_with_the_same_sizes_is_indexed_and_told_at_each_s
     shutil.copy(tmp_path / "old" / MANIFEST_NAME, tmp_path / "new")
     for _ in range(2):
         with pytest.warns(
-            StaleManifestWarning, match=rf"{count} new or changed shards.* compares no checksums; `penstock in"
+            StaleManifestWarning, match=rf"{count} new or changed shards.* compares no checksums; run `penstock in"
         ):
             opened = open_manifest(str(tmp_path / "new"))
         assert opened.checksums is None

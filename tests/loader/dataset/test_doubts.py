@@ -13,7 +13,7 @@ import pytest
 from penstock import open_manifest, pack, verify
 from penstock.cli import run
 from penstock.loader import DatasetError, DoubtfulDatasetWarning
-from penstock.loader.dataset.doubts import heed_names
+from penstock.loader.dataset.listing import heed_names
 
 FORMATS = ["tar", "parquet", "arrow", "jsonl", "tokens"]
 ENDINGS = {"tokens": "bin"}

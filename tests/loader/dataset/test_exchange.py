@@ -19,7 +19,7 @@ from started_process import started_process
 from torchrun import run_ranks
 
 from penstock.loader.dataset import exchange
-from penstock.loader.dataset.exchange import DEAD_AFTER_S, Exchange, RemoteError, join_exchange
+from penstock.loader.dataset.exchange import DEAD_AFTER_S, Exchange, RemoteError
 from penstock.loader.errors import DatasetError, FormatError, RankStoppedError
 from penstock.storage import NotFoundError
 from penstock.storage.memory_store import MemoryStore
@@ -122,10 +122,6 @@ def test_a_killed_builder_is_named_by_the_others_in_seconds(
     assert report["error"] == "DatasetError"
     assert re.search(message, report["message"])
     assert report["seconds"] < DEAD_AFTER_S
-
-
-def test_outside_of_a_process_group_there_is_no_exchange() -> None:
-    assert join_exchange("anything") is None
 
 
 @pytest.mark.parametrize("size", [0, 1, 9 << 20])

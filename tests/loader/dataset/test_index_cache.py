@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock import DistributedDataLoader, open_manifest
-from penstock.loader.dataset.cache import IndexCache
-from penstock.loader.dataset.sealed_folder import SealedFolder
+from penstock.loader.dataset.cache import IndexCache, SealedFolder
 from penstock.storage import AccessDeniedError, MemoryStore
 
 PutShards = Callable[..., list[int]]

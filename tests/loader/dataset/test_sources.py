@@ -18,7 +18,7 @@ from counted_gets import PutShards, keys
 
 from penstock import DistributedDataLoader, TokensFormat, audit, open_manifest, pack, verify
 from penstock.loader import BadSampleWarning, ConfigError, DatasetError, FormatError
-from penstock.loader.dataset.patterns import expand_braces
+from penstock.loader.dataset.listing import expand_braces
 from penstock.loader.dataset.source import select
 from penstock.storage import MemoryStore, NotFoundError, PenstockError
 
@@ -121,6 +121,7 @@ def test_a_shard_whose_name_is_not_utf8_is_refused_and_other_files_are_not(
         open_manifest(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_name_in_utf8_is_not_blamed_where_the_locale_cannot_read_it(
     memory_store: MemoryStore, put_shards: PutShards, tmp_path: Path
 ) -> None:
@@ -267,6 +268,7 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_folder_on_a_web_server_is_no_object_though_the_server_answers_for_its_name(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for name in ("a.tar", "b.tar"):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from penstock import DistributedDataLoader, open_manifest, verify
 from penstock.loader import ConfigError, DatasetError, StateMismatchError
-from penstock.loader.dataset.patterns import match_glob
+from penstock.loader.dataset.listing import match_glob
 from penstock.loader.dataset.source import select
 from penstock.loader.dataset.splits import name_splits
 from penstock.storage import MemoryStore, ObjectInfo

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from penstock.loader.decoding.collate import collate_samples, collate_values, images_to_tensor
+from penstock.loader.decoding.row_job import collate_samples, collate_values, images_to_tensor
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from PIL import Image
 from penstock.loader.decoding.decode import DecodeChoice, FieldDecoder, check_choice, field_decoder
 from penstock.loader.decoding.images.images import ImageDecoder
 from penstock.loader.errors import ConfigError, DecodeError
-from penstock.loader.order.randomness import sample_rng
+from penstock.loader.order.permutation import sample_rng
 
 
 def npy(array: np.ndarray, **options: Any) -> bytes:

@@ -110,8 +110,10 @@ def write_values(root: Path, form: str) -> str:
     return str(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "processes"), [("parquet", 0), ("parquet", 1), ("arrow", 0), ("jsonl", 0), ("mds", 0)]
+    ("form", "processes"),
+    [("parquet", 0), pytest.param("parquet", 1, marks=pytest.mark.slow), ("arrow", 0), ("jsonl", 0), ("mds", 0)],
 )
 def test_a_named_decoder_is_called_with_the_values_of_lists_objects_and_decimals(
     tmp_path: Path, form: str, processes: int
@@ -132,7 +134,10 @@ def test_a_named_decoder_is_called_with_the_values_of_lists_objects_and_decimals
         assert loader.dataset[1]["ragged"] == 5
 
 
-@pytest.mark.parametrize(("form", "processes"), [("parquet", 0), ("arrow", 0), ("arrow", 1), ("jsonl", 0)])
+@pytest.mark.parametrize(
+    ("form", "processes"),
+    [("parquet", 0), ("arrow", 0), pytest.param("arrow", 1, marks=pytest.mark.slow), ("jsonl", 0)],
+)
 def test_a_list_of_categories_makes_codes_the_same_in_every_shard(tmp_path: Path, form: str, processes: int) -> None:
     root = write_values(tmp_path, form)
     batch = first_batch(root, decode={"colour": ["blue", "red"]}, processes=processes)

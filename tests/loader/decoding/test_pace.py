@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loader.decoding.pace import PROCESSES_LEAST_S, THREADS_LEAST_S, Pace
+from penstock.loader.decoding.row_job import PROCESSES_LEAST_S, THREADS_LEAST_S, Pace
 
 
 def paced(cpu_s: float, wall_s: float, threads: int, rows: int = 10) -> Pace:

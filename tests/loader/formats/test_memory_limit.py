@@ -18,7 +18,7 @@ import zstandard
 
 from penstock import DistributedDataLoader
 from penstock.loader import MemoryLimitError
-from penstock.loader.formats.arrow.parquet_pages import read_dictionary_facts
+from penstock.loader.formats.arrow.parquet_footer import read_dictionary_facts
 from penstock.loader.reading import on_disk
 
 TOO_LARGE = 68 << 20  # above the 64 MiB of one chunk that every limit allows

@@ -21,7 +21,7 @@ from penstock.loader import TokensFormat, open_manifest
 from penstock.loader.errors import DatasetError, FormatError
 from penstock.loader.formats.detect import FORMAT_NAMES, detect_format, make_format
 from penstock.loader.formats.mds import MdsFormat
-from penstock.loader.formats.names import find_shards, is_hidden
+from penstock.loader.formats.shard import find_shards, is_hidden
 from penstock.storage import ObjectInfo
 from penstock.storage.memory_store import MemoryStore
 

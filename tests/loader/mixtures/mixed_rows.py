@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock import DistributedDataLoader, Manifest, Mixture, open_manifest
-from penstock.loader.order.mixing import batch_ids
+from penstock.loader.order.forecast import batch_ids
 from penstock.loader.order.plan import EpochPlan, Order
 
 Sample = tuple[int, int]  # source, sample id

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from streams_reference import lanes_of_ids
 
-from penstock.loader.order.mixtures.mixture import to_shares
+from penstock.loader.order.mixture import to_shares
 from penstock.loader.order.plan import EpochPlan, Order
 
 Output = Any  # what can be sorted and compared: a sample id, or the tokens of a sequence

@@ -152,6 +152,7 @@ def check_mixture(one: Path, other: Path, names: list[str], **options: Any) -> N
     assert found >= 2 * ROWS
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_sources_of_two_formats_give_the_samples_that_each_gives_alone(
     folders: dict[tuple[str, bool], Path], one: str, other: str

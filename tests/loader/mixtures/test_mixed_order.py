@@ -50,6 +50,7 @@ def assert_each_once_an_epoch(batches: list[list[Sample]]) -> None:
         assert Counter(counts[sample] for sample in range(size)) == Counter({times: size - rest, times + 1: rest})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world_size", "size"), [(1, 12), (3, 12), (2, 2), pytest.param(4, 64, marks=pytest.mark.slow)]
 )

@@ -24,9 +24,9 @@ from penstock.loader import (
     PartitionError,
     StateMismatchError,
 )
-from penstock.loader.order.cursors import Cursors
-from penstock.loader.order.mixtures.laps import Lap
-from penstock.loader.order.mixtures.source_stream import SourceStream
+from penstock.loader.order.mixture import Lap
+from penstock.loader.order.mixture_state import SourceStream
+from penstock.loader.order.outputs import Cursors
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +169,7 @@ def test_passes_epochs_and_looks(rows: dict[str, Manifest]) -> None:
         loader.peek()
 
 
+@pytest.mark.slow
 def test_weights_and_batch_sizes_change_in_mid_run_and_every_source_goes_on(rows: dict[str, Manifest]) -> None:
     with DistributedDataLoader(mix(rows, stop="never"), batch_size=12, with_ids=True, **OPTIONS) as loader:
         batches = iter(loader)

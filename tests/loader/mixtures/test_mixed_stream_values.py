@@ -30,6 +30,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Manifest]:
     return {name: write_rows(folder / name, [size // 2, size - size // 2]) for name, size in SIZES.items()}
 
 
+@pytest.mark.slow
 def test_random_numbers_and_values_are_the_same_on_any_ranks(rows: dict[str, Manifest]) -> None:
     def noisy(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any] | None:
         noise = rng.random()
@@ -118,6 +119,7 @@ def test_sequences_of_two_sources_their_ids_and_counts(tmp_path: Path) -> None:
     assert [source.missing for source in report.mixture.sources] == [0, 0]
 
 
+@pytest.mark.slow
 def test_sources_have_packings_of_their_own_but_sequences_of_one_length(tmp_path: Path) -> None:
     texts = {name: write_texts(tmp_path / name, [5, 9, 30] * 20) for name in "ab"}
     packings = {"a": Packing(seq_len=32, buffer_size=7), "b": Packing(seq_len=32, method="concat", buffer_size=11)}
@@ -146,6 +148,7 @@ def test_sources_have_packings_of_their_own_but_sequences_of_one_length(tmp_path
             assert (batch["document_ids"][batch["__source__"] == 1] <= 0).all()  # one document a sequence
 
 
+@pytest.mark.slow
 def test_a_batch_has_its_order_wherever_the_run_began(rows: dict[str, Manifest]) -> None:
     """Ranks cut a global batch into shares by this order: where theirs differ, samples repeat and others are lost."""
     weights = {"a": 1, "b": 7, "c": 7}  # the first batch has none of the first source

@@ -57,6 +57,7 @@ def to_tensors(sample: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.as_tensor(value) for name, value in sample.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transform", [to_python, to_tensors])
 @pytest.mark.parametrize("options", [{}, {"keep": lambda sample: True}], ids=["whole", "filtered"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])

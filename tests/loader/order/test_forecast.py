@@ -70,6 +70,7 @@ def test_batches_skew_and_what_is_left_out_are_exact(sizes, lanes, shuffle, worl
     assert told.samples_left_out == sizes.sum() - sum(samples)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("chunks", "largest", "lanes", "window", "world_size", "batch"),
     [
@@ -164,7 +165,7 @@ def test_a_billion_samples_in_a_million_chunks_are_forecast_in_seconds_and_in_25
 import json, time
 import numpy as np
 from penstock.loader.order.forecast import forecast
-from penstock.loader.order.auto import auto_lanes
+from penstock.loader.order.plan import auto_lanes
 from penstock.loader.order.plan import Order
 from penstock.storage.observability.process_usage import peak_resident_bytes
 sizes = np.full(10**6, 1000, np.int64)

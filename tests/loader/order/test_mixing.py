@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.loader.order.mixing import batch_ids, measure_mixing
+from penstock.loader.order.forecast import batch_ids, measure_mixing
 from penstock.loader.order.plan import EpochPlan, Order
 
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from penstock.loader.errors import ConfigError, PartitionError
-from penstock.loader.order.auto import auto_lanes, auto_piece, auto_window
 from penstock.loader.order.plan import (
     Order,
+    auto_lanes,
+    auto_piece,
+    auto_window,
     share_bounds,
 )
 

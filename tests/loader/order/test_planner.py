@@ -8,11 +8,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.loader.order.courses import EpochCourse, MixtureCourse
-from penstock.loader.order.mixtures.mixture import Cursor, MixturePlan, WeightChange
+from penstock.loader.order.mixture import Cursor, MixturePlan, WeightChange
 from penstock.loader.order.permutation import IntArray
 from penstock.loader.order.plan import EpochPlan, Order, Share, bit_reverse, share_bounds
-from penstock.loader.order.spans import EpochSpans, SourceOrder, Span, SpanPlanner, chunks_by_first_use
+from penstock.loader.order.spans import (
+    EpochCourse,
+    EpochSpans,
+    MixtureCourse,
+    SourceOrder,
+    Span,
+    SpanPlanner,
+    chunks_by_first_use,
+)
 
 sizes_of_chunks = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda sizes: np.array(sizes, np.int64))
 lanes_of_orders = st.sampled_from([1, 2, 4, 16])

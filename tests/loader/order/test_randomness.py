@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loader.order.randomness import sample_rng
+from penstock.loader.order.permutation import sample_rng
 
 WORDS = st.integers(0, 2**64 - 1)
 

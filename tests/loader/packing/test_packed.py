@@ -17,8 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from penstock.loader.columns import Ragged
 from penstock.loader.packing.config import Packing, PackingMethod
-from penstock.loader.packing.documents import Documents
-from penstock.loader.packing.packed import Packed, cumulative_lengths, fill, join_segments, pack_documents
+from penstock.loader.packing.packed import Documents, Packed, cumulative_lengths, fill, join_segments, pack_documents
 
 METHODS: tuple[PackingMethod, ...] = ("best_fit", "concat")
 

@@ -107,6 +107,7 @@ def test_whatever_is_measured_settings_stay_within_bounds_and_what_is_given_stay
         assert {knob: getattr(state.settings, knob) for knob in kept} == kept
 
 
+@pytest.mark.slow
 @given(plant=PLANTS)
 @settings(max_examples=60)
 def test_from_the_worst_settings_any_pipeline_comes_near_its_best_within_30_ticks_and_rests_there(plant: Plant) -> None:

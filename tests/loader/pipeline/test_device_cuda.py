@@ -13,8 +13,7 @@ from late_device import TENSORS
 
 from penstock.loader.decoding.batch import Stored
 from penstock.loader.decoding.batch_memory import BatchMemory
-from penstock.loader.pipeline.device import DeviceFeeder
-from penstock.loader.pipeline.pinned import register_memory
+from penstock.loader.pipeline.device import DeviceFeeder, register_memory
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
 

@@ -20,7 +20,6 @@ from penstock import DistributedDataLoader, ImageDecoder, pack
 from penstock.loader.decoding.batch import Stored
 from penstock.loader.decoding.batch_memory import BatchMemory
 from penstock.loader.pipeline import device as device_module
-from penstock.loader.pipeline import pinned
 from penstock.loader.pipeline.pipeline import Pipeline
 
 KIB = 1 << 10
@@ -117,8 +116,8 @@ def test_memory_stays_locked_as_long_as_a_view_lives_and_until_the_copies_are_do
     runtime = Runtime(refuses)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(pinned, "copy_stream", lambda device: runtime)
-    memory = pinned.register_memory(10_000, torch.device("cuda", 0))
+    monkeypatch.setattr(device_module, "copy_stream", lambda device: runtime)
+    memory = device_module.register_memory(10_000, torch.device("cuda", 0))
     [(_, address)] = runtime.calls
     if refuses:
         assert memory is None
@@ -172,6 +171,7 @@ def _row(batches: list[dict[str, torch.Tensor]], sample: int) -> torch.Tensor:
     return next(batch["tokens"][batch["__id__"] == sample][0] for batch in batches if sample in batch["__id__"])
 
 
+@pytest.mark.slow
 def test_images_are_decoded_into_the_memory_that_the_device_copies_from(tmp_path: Path, packed: list[int]):
     url = str(tmp_path / "data")
     rows = ({"__key__": f"{number:03}", "jpg": encode(photo(number)), "cls": number} for number in range(40))

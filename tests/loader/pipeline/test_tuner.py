@@ -16,9 +16,8 @@ import pytest
 
 from penstock import DistributedDataLoader
 from penstock.loader import ConfigError, ParquetFormat
-from penstock.loader.pipeline import tuner
-from penstock.loader.pipeline.autotune import Settings
-from penstock.loader.pipeline.tuner import Sums
+from penstock.loader.pipeline import autotune
+from penstock.loader.pipeline.autotune import Settings, Sums
 from penstock.loader.pipeline.tuning import PipelineOptions, TuningChoice
 from penstock.storage.memory_store import MemoryStore
 
@@ -35,7 +34,7 @@ def slow_store(memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Me
         pq.write_table(pa.table({"n": values}), file, row_group_size=32)
         memory_store.put(f"{shard}.parquet", file.getvalue())
     memory_store.slow_down(latency_s=0.005)
-    monkeypatch.setattr(tuner, "TICK_S", 0.05)
+    monkeypatch.setattr(autotune, "TICK_S", 0.05)
     return memory_store
 
 
@@ -76,6 +75,7 @@ def test_bad_settings_are_raised_while_it_runs_and_neither_order_nor_state_notic
         assert seen[left_at:] == [batch["n"].tolist() for batch in islice(resumed, 20)]
 
 
+@pytest.mark.slow
 def test_what_is_given_is_kept_and_the_rest_is_tuned(slow_store: MemoryStore) -> None:
     until = time.monotonic() + WAIT_S
     with make(slow_store, fetch_threads=1) as loader:
@@ -129,8 +129,8 @@ OPTIONS = PipelineOptions(
 
 
 def test_what_was_learned_holds_for_the_next_pipeline_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "TICK_S", 0.0)
-    one = tuner.Tuner(TuningChoice(cores=2, cores_of_node=2))
+    monkeypatch.setattr(autotune, "TICK_S", 0.0)
+    one = autotune.Tuner(TuningChoice(cores=2, cores_of_node=2))
     first = FakePipeline()
     one.begin(OPTIONS, chunk_bytes=10)
     one.run(first, first.stopping)
@@ -162,8 +162,8 @@ class FarPipeline(FakePipeline):
 def test_as_many_chunks_may_be_on_their_way_as_the_budget_holds(
     monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, threads: int
 ) -> None:
-    monkeypatch.setattr(tuner, "TICK_S", 0.0)
-    one = tuner.Tuner(TuningChoice(cores=1, cores_of_node=2))
+    monkeypatch.setattr(autotune, "TICK_S", 0.0)
+    one = autotune.Tuner(TuningChoice(cores=1, cores_of_node=2))
     far = FarPipeline()
     one.begin(OPTIONS, chunk_bytes)
     one.run(far, far.stopping)
@@ -190,8 +190,8 @@ class SlowPipeline(FarPipeline):
 
 
 def test_one_fetch_thread_becomes_64_within_30_s_though_no_batch_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "TICK_S", 0.0)
-    one = tuner.Tuner(TuningChoice(cores=1, cores_of_node=2))
+    monkeypatch.setattr(autotune, "TICK_S", 0.0)
+    one = autotune.Tuner(TuningChoice(cores=1, cores_of_node=2))
     slow = SlowPipeline()
     one.begin(replace(OPTIONS, most_fetch_threads=64), chunk_bytes=20)
     one.run(slow, slow.stopping)
@@ -199,8 +199,8 @@ def test_one_fetch_thread_becomes_64_within_30_s_though_no_batch_has_come(monkey
 
 
 def test_a_machine_without_more_threads_ends_the_tuning_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuner, "TICK_S", 0.0)
-    one = tuner.Tuner(TuningChoice(cores=2, cores_of_node=2))
+    monkeypatch.setattr(autotune, "TICK_S", 0.0)
+    one = autotune.Tuner(TuningChoice(cores=2, cores_of_node=2))
     pipeline = FakePipeline(RuntimeError("can't start new thread"))
     one.begin(OPTIONS, chunk_bytes=10)
     one.run(pipeline, pipeline.stopping)

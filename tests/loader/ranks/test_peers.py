@@ -111,7 +111,7 @@ def test_an_error_stops_its_own_loader_on_other_ranks_and_no_loader_beside_or_af
     after = {"after closed": 5, "after forgotten": 5, "beside": 5}
     assert failed["first"] == {"closed": own, "forgotten": own, **after}
     assert other["first"] == after
-    assert log.count("(of a loader that is closed on this rank)") == 2
+    assert log.count("(that loader is closed on this rank)") == 2
     assert failed["order"] == {"val": own, "train": 2}
     assert other["order"]["train"] == 2
     assert other["order"]["val"].startswith(told + own)
@@ -190,8 +190,8 @@ def test_an_error_that_another_rank_told_is_raised_once_and_names_rank_shard_and
 
 @pytest.mark.slow
 def test_a_rank_that_falls_silent_stops_those_that_wait_for_their_batch_and_names_its_host(group, data, monkeypatch):
-    monkeypatch.setattr("penstock.loader.ranks.signs.SIGN_S", 0.25)
-    monkeypatch.setattr("penstock.loader.ranks.signs.SILENT_S", 2.0)
+    monkeypatch.setattr("penstock.loader.ranks.peers.SIGN_S", 0.25)
+    monkeypatch.setattr("penstock.loader.ranks.peers.SILENT_S", 2.0)
     group.set("penstock/alive/1", "7 node-1")
     with open_loader(data) as loader:
         iterator = iter(loader)
@@ -212,7 +212,7 @@ def test_a_store_whose_host_falls_silent_stops_who_waits_for_a_batch(group, data
     with open_loader(data) as loader:
         iterator = iter(loader)
         next(iterator)
-        monkeypatch.setattr("penstock.loader.ranks.signs.Signs.exchange", fail)
+        monkeypatch.setattr("penstock.loader.ranks.peers.Signs.exchange", fail)
         wait_until(lambda: bool(loader._resources.peers.pending))
         with pytest.raises(
             RankStoppedError, match=r"has not been heard of for over 120 s: .*\(Connection timed out\)$"
@@ -249,7 +249,7 @@ def test_of_two_loaders_that_one_which_failed_elsewhere_is_stopped_alone(group: 
     with open_loader(data) as following:
         tell(group, 3, "too late", other)
         wait_until(lambda: "too late" in caplog.text)
-        assert "(of a loader that is closed on this rank)" in caplog.text
+        assert "(that loader is closed on this rank)" in caplog.text
         assert sum(1 for _ in following) == 50
 
 

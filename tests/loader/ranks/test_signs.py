@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from penstock.loader.ranks.signs import SIGN_S, Seen, Signs, judge, look_on
+from penstock.loader.ranks.peers import SIGN_S, Seen, Signs, judge, look_on
 from penstock.storage.store_link import SILENT_S
 
 

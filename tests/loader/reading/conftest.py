@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.loader.reading.mapped import chunks as mapped_chunks
+from penstock.loader.reading import mapped as mapped_chunks
 from penstock.storage import LocalStore
 
 

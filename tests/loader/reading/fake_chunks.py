@@ -13,10 +13,10 @@ import numpy as np
 from started_threads import started_threads
 
 from penstock.loader.columns import Block, BytesColumn
+from penstock.loader.counters import Counters
 from penstock.loader.errors import FormatError
-from penstock.loader.metrics import Counters
+from penstock.loader.reading.chunk_memory import Leases
 from penstock.loader.reading.chunk_reader import ChunkReader
-from penstock.loader.reading.leases import Leases
 
 NextUse = Callable[[Sequence[int]], dict[int, int]]
 

@@ -11,11 +11,10 @@ import pytest
 from fake_chunks import FakeSource, close, make_reader, wait_until
 
 from penstock.loader.columns import Block
+from penstock.loader.counters import Counters
 from penstock.loader.errors import FormatError
-from penstock.loader.metrics import Counters
-from penstock.loader.reading.chunk_memory import ChunkMemory
-from penstock.loader.reading.leases import Leases
-from penstock.loader.reading.slot import Slot
+from penstock.loader.reading.chunk_memory import ChunkMemory, Leases
+from penstock.loader.reading.fetching import Slot
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 

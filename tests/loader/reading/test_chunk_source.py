@@ -12,13 +12,13 @@ import pyarrow as pa
 import pytest
 
 from penstock.loader.columns import Block, BytesColumn
+from penstock.loader.counters import Counters
 from penstock.loader.dataset.index import open_manifest
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
 from penstock.loader.errors import FormatError, MemoryLimitError
 from penstock.loader.formats.detect import make_format
 from penstock.loader.formats.shard import ChunkRef
-from penstock.loader.metrics import Counters
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.storage import ByteRange

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.loader.reading.fetch_queue import FetchQueue
-from penstock.loader.reading.slot import Slot
+from penstock.loader.reading.fetching import FetchQueue, Slot
 
 
 def take_all(queue: FetchQueue, threads: int) -> list[int]:

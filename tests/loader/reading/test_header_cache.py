@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.loader.counters import Counters
 from penstock.loader.errors import FormatError
 from penstock.loader.formats.shard import ShardFormat
-from penstock.loader.metrics import Counters
-from penstock.loader.reading.header_cache import ENTRY_BYTES, HeaderCache
+from penstock.loader.reading.layouts import ENTRY_BYTES, HeaderCache
 from penstock.storage import ObjectInfo
 from penstock.storage.memory_store import MemoryStore
 

@@ -18,11 +18,10 @@ from penstock.loader import DistributedDataLoader, TarFormat, open_manifest
 from penstock.loader.columns import Block, BytesColumn
 from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.formats.tar import format as tar_format
-from penstock.loader.reading import kept_layouts
+from penstock.loader.reading import layouts
+from penstock.loader.reading import mapped as mapped_chunks
 from penstock.loader.reading.checksum import sum_chunks
-from penstock.loader.reading.kept_layouts import IN_CHUNK, KeptLayouts, Layout
-from penstock.loader.reading.layouts import Layouts
-from penstock.loader.reading.mapped import chunks as mapped_chunks
+from penstock.loader.reading.layouts import IN_CHUNK, KeptLayouts, Layout, Layouts
 from penstock.storage import ObjectChangedError
 
 FORMAT = TarFormat(chunk_bytes=32 << 10)
@@ -45,12 +44,12 @@ def tar_of(samples: int, seed: int, salt: bytes = b"") -> bytes:
     return sink.getvalue()
 
 
-FEWEST_SAMPLES = kept_layouts._FEWEST_SAMPLES
+FEWEST_SAMPLES = layouts._FEWEST_SAMPLES
 
 
 @pytest.fixture(autouse=True)
 def few_samples_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_layouts, "_FEWEST_SAMPLES", 1)
+    monkeypatch.setattr(layouts, "_FEWEST_SAMPLES", 1)
 
 
 @pytest.fixture
@@ -226,10 +225,10 @@ def test_layouts_take_no_more_room_than_they_may(tmp_path: Path, folder: Path, m
     assert KeptLayouts(manifest, None, tmp_path).find(0, 10) is None  # of memory
     (file,) = tmp_path.glob("layouts-*/*.arrow")
     size = file.stat().st_size
-    monkeypatch.setattr(kept_layouts, "_MOST_BYTES", size)
+    monkeypatch.setattr(layouts, "_MOST_BYTES", size)
     KeptLayouts(manifest, None, tmp_path).save({n: layout_of(n) for n in range(100)})
     assert file.stat().st_size == size
-    monkeypatch.setattr(kept_layouts, "_FEWEST_SAMPLES", 5)
+    monkeypatch.setattr(layouts, "_FEWEST_SAMPLES", 5)
     KeptLayouts(manifest, ["bin"], tmp_path).save({0: layout_of(0)})
     assert list(tmp_path.glob("layouts-*/*.arrow")) == [file]
 
@@ -238,7 +237,7 @@ def test_layouts_take_no_more_room_than_they_may(tmp_path: Path, folder: Path, m
 def test_layouts_of_few_samples_are_kept_where_they_are_of_many_chunks(
     chunks: int, are_kept: bool, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_layouts, "_FEWEST_SAMPLES", FEWEST_SAMPLES)
+    monkeypatch.setattr(layouts, "_FEWEST_SAMPLES", FEWEST_SAMPLES)
     manifest = open_manifest(folder, format=FORMAT, progress=False)
     KeptLayouts(manifest, None, tmp_path).save({number: layout_of(number) for number in range(chunks)})
     assert (KeptLayouts(manifest, None, tmp_path).find(0, 1 << 20) is not None) == are_kept
@@ -302,6 +301,6 @@ def test_what_is_made_of_the_same_bytes_is_that_of_the_version(folder: Path, mon
         for _, column in sorted(layout.block.columns.items())
     ]
     digest = xxhash.xxh3_64_hexdigest(repr((told, places)).encode())
-    assert (kept_layouts._VERSION, digest) == (1, "dfb585943cc3de32"), (
+    assert (layouts._VERSION, digest) == (1, "dfb585943cc3de32"), (
         "raise _VERSION: what older releases kept is read as this"
     )

@@ -13,9 +13,9 @@ import pytest
 
 from penstock.loader import DistributedDataLoader, TarFormat, open_manifest
 from penstock.loader.columns import Block, BytesColumn
+from penstock.loader.counters import Counters
 from penstock.loader.errors import FormatError
 from penstock.loader.formats.tar import format as tar_format
-from penstock.loader.metrics import Counters
 from penstock.loader.pipeline.tuning import MemoryLimitWarning
 from penstock.loader.reading.chunk_source import ChunkSource
 from penstock.storage import ByteRange

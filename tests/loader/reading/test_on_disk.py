@@ -95,7 +95,7 @@ def test_row_groups_above_the_limit_give_the_same_batches_and_are_read_once(
     expected, _ = read(source, "1GiB", **options)
     opened = []
     join = on_disk.join_on_disk
-    monkeypatch.setattr(chunk_source, "join_on_disk", lambda *given: opened.append(1) or join(*given))
+    monkeypatch.setattr(on_disk, "join_on_disk", lambda *given: opened.append(1) or join(*given))
     found, fetched = read(source, "400kB", **options)
     assert len(opened) == fetched == 2
     assert len(found) == len(expected) == ROWS // 50

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.loader.columns import ArrayColumn, Block
+from penstock.loader.columns import ArrayColumn, Block, pack_records, unpack_records
 from penstock.loader.decoding.decode import FieldDecoders
 from penstock.loader.decoding.gather import gather
 from penstock.loader.order.spans import ChunkRows
-from penstock.loader.reading.records import pack_records, unpack_records
 
 DTYPES = ["?", "i1", "u1", "<i2", ">i2", "<u2", "<f2", "<i4", ">u4", "<f4", ">f4", "<i8", "<u8", "<f8", ">f8"]
 

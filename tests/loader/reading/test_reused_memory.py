@@ -86,6 +86,7 @@ KEPT: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kept", "kind"), [*((kept, "tars") for kept in KEPT), ("views", "arrow_files"), ("Arrow arrays", "arrow_files")]
 )

@@ -31,11 +31,11 @@ def make_data(folder: Path) -> Path:
             member = tarfile.TarInfo(f"{row:03d}.cls")
             member.size = len(value)
             archive.addfile(member, io.BytesIO(value))
-    manifest = open_manifest(str(folder / "rows"), progress=False)
-    for name in ("more", "tar"):
-        open_manifest(str(folder / name), progress=False)
     expression = CostExpression.parse("tokens=length")
-    write_costs(manifest, expression, index_costs(manifest, expression, progress=False))
+    for name in ("rows", "more", "tar"):
+        manifest = open_manifest(str(folder / name), progress=False)
+        if name != "tar":
+            write_costs(manifest, expression, index_costs(manifest, expression, progress=False))
     options: dict[str, Any] = {"on_error": "skip", "max_errors": 9, "quarantine": folder / "bad"}
     with DistributedDataLoader(
         str(folder / "rows"), batch_size=4, transform=fail_at_seven, rank=0, world_size=1, **options

@@ -57,9 +57,9 @@ def pairs_of(family: Family) -> Iterator[tuple[Key, Key]]:
 
 
 def some_pairs(family: Family, seed: int) -> list[tuple[Key, Key]]:
-    """A tenth of the pairs."""
+    """A fortieth of the pairs."""
     pairs = list(pairs_of(family))
-    return random.Random(seed).sample(pairs, len(pairs) // 10)
+    return random.Random(seed).sample(pairs, len(pairs) // 40)
 
 
 @dataclass(frozen=True)

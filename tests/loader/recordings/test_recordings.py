@@ -36,7 +36,7 @@ def compare(data: Path, scratch: Path, name: str, chosen: list[tuple[pairs.Key, 
 
 
 @pytest.mark.parametrize("family", pairs.FAMILIES)
-def test_a_tenth_of_the_pairs_of_arguments_is_refused_in_the_recorded_words(
+def test_a_fortieth_of_the_pairs_of_arguments_is_refused_in_the_recorded_words(
     data: Path, tmp_path: Path, family: str
 ) -> None:
     compare(data, tmp_path, family, pairs.some_pairs(pairs.FAMILIES[family], SEED))
@@ -61,6 +61,7 @@ def test_the_audits_logs_hold_what_is_recorded(data: Path, tmp_path: Path, kind:
     assert json.loads(json.dumps(found)) == record.read("audits")[kind][f"{world_size} ranks"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", of_one.KINDS)
 def test_a_mixture_of_one_is_like_its_data_set_alone_where_it_is_recorded(data: Path, kind: str) -> None:
     assert of_one.record(data, kind) == record.read("mixture_of_one")[kind]

@@ -14,7 +14,7 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, Mixture, Source, audit
 from penstock.loader import ConfigError, LoaderClosedError
-from penstock.loader.pipeline.delivery_queue import Delivery
+from penstock.loader.pipeline.assembler import Delivery
 from penstock.loader.pipeline.pipeline import Pipeline
 
 SAMPLES = 100
@@ -266,6 +266,7 @@ def six_epochs(tars: str) -> dict[str, list[list[int]]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("at_step", "count", "last_batch"),
     [

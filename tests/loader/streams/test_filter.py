@@ -22,7 +22,7 @@ from penstock.loader import (
     open_manifest,
 )
 from penstock.loader.integrations.torch_loader import TorchLoader
-from penstock.loader.order.cursors import pack_integers, unpack_integers
+from penstock.loader.order.outputs import pack_integers, unpack_integers
 from penstock.loader.order.state import LoaderState
 from penstock.tools.state_file import skip_in_state
 

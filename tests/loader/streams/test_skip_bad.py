@@ -163,6 +163,7 @@ def resume(source: str, state: dict[str, Any], world_size: int, **options: Any) 
 ORDERS: list[dict[str, Any]] = [{"shuffle": False, "lanes": 1}, {}, {"lanes": 8, "window": 2}, {"piece": 4, "seed": 3}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("steps", [1, 7])
 def test_skipping_can_begin_at_a_resume_inside_an_epoch(images: str, order: dict[str, Any], steps: int) -> None:
@@ -175,6 +176,7 @@ def test_skipping_can_begin_at_a_resume_inside_an_epoch(images: str, order: dict
         assert list(itertools.chain(*rests[0])) == [i for i in range(12 * steps, TOTAL) if i in WHOLE]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("last_batch", ["drop", "partial"])
 def test_where_no_sample_is_bad_a_loader_that_begins_to_skip_goes_on_as_it_was(

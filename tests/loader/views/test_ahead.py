@@ -8,7 +8,7 @@ import pytest
 from started_threads import started_threads
 
 from penstock.loader.columns import Block
-from penstock.loader.views.ahead import load_ahead
+from penstock.loader.views.samples import load_ahead
 
 
 class Loads:

@@ -70,6 +70,7 @@ def keep(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return samples
 
 
+@pytest.mark.slow
 def test_a_sample_by_id_is_what_training_gets_in_that_epoch(tars: str) -> None:
     with load(tars, decode={"bin": draw}, transform=add_noise, collate=keep, with_ids=True) as loader:
         for epoch in range(2):

@@ -18,7 +18,7 @@ from PIL import Image
 
 import penstock
 from penstock import DistributedDataLoader, pack
-from penstock.loader.views.thumbnails import thumbnail
+from penstock.loader.views.html import thumbnail
 
 MOST_HTML = 600_000
 

@@ -159,7 +159,7 @@ def test_a_full_disk_costs_speed_and_one_warning_never_the_run(
             assert store.get("x", _chunk(i), etag=etag) == DATA[i * CHUNK : (i + 1) * CHUNK]
     assert store.counts.uncached == 5
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the run goes on" in caplog.text
+    assert "the run continues" in caplog.text
     assert list(tmp_path.glob("uid-*/v1/temporary/*")) == []
 
 

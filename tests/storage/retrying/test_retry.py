@@ -147,7 +147,7 @@ def test_a_long_wait_is_logged_once_with_url_and_cause(caplog: pytest.LogCapture
     assert store.get("x") == DATA
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert "tried 1 times, until 120 s have passed: injected fault at mem://" in record.getMessage()
+    assert "(tries: 1) and is retried for up to 120 s: injected fault at mem://" in record.getMessage()
 
 
 def test_a_short_wait_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from penstock.loader.dataset.manifest import Manifest
 from penstock.loader.errors import ConfigError
-from penstock.loader.order.auto import auto_lanes
-from penstock.loader.order.plan import EpochPlan, Order
-from penstock.loader.order.share import Share
+from penstock.loader.order.plan import EpochPlan, Order, Share, auto_lanes
 from penstock.loader.order.spans import EpochSpans
 from penstock.loader.pipeline.tuning import tune
 from penstock.tools.simulation.chunk_stream import ListedChunks, UniformChunks

@@ -270,7 +270,7 @@ def test_what_fails_on_one_rank_is_known_to_all_and_the_next_save_succeeds(
 ) -> None:
     for notes, steps, left, resumed in run_ranks(_save_with_a_rank_that_cannot, 2, s3_url[0], s3_url[1]):
         assert len(notes) == 1
-        assert re.match(r"step 2 could not be saved to s3://.*: rank 1: .*access denied; training goes on", notes[0])
+        assert re.match(r"step 2 could not be saved to s3://.*: rank 1: .*access denied; training continues", notes[0])
         assert steps == [3, 1]
         assert not left
         assert re.match(r"s3://.*/step-3 cannot be loaded: rank 1: .*/no/such/folder", resumed)

@@ -101,7 +101,7 @@ def test_a_disk_that_stays_full_is_noted_and_the_next_save_succeeds(
         assert trainer.progress.step == 3
     assert list_steps(tmp_path / "checkpoints") == [1]
     (note,) = [note for note in notes_in(tmp_path) if "step 2 could not be saved" in note]
-    assert note.endswith("training goes on, and the next save tries again")
+    assert note.endswith("training continues, and the next save tries again")
     assert os.strerror(errno.EDQUOT) in note
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
     disk.capacity_bytes = 9e6

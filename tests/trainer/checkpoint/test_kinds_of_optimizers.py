@@ -108,6 +108,7 @@ def dampened(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("optimizer", [nadam, dampened, Anchored, Rounded, InGroups])
 def test_a_run_resumes_bit_equal_where_a_parameter_was_not_used_before(
@@ -138,9 +139,7 @@ def test_settings_that_groups_have_beside_the_defaults_are_those_of_now_and_told
     train(world, tmp_path, InGroups, 2)
     _, trainer = train(world, tmp_path, lambda parameters: InGroups(parameters, momentum=0.25), 3)
     assert trainer.optimizer.param_groups[0]["momentum"] == 0.25
-    assert trainer._saver.checkpointer.changed_settings == [
-        "optimizer group 0: momentum=0.25, where the checkpoint had 0.5"
-    ]
+    assert trainer._saver.checkpointer.changed_settings == ["optimizer group 0: momentum=0.25; the checkpoint had 0.5"]
 
 
 def with_tensor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -175,7 +174,7 @@ def test_another_optimizer_that_keeps_the_same_state_is_told(world: World, tmp_p
 
     assert notes_of(torch.optim.Adam, 2) == notes_of(torch.optim.Adam, 3) == []
     (note,) = notes_of(torch.optim.RAdam, 4)
-    assert "the optimizer is RAdam, where the checkpoint had Adam" in note
+    assert "the optimizer is RAdam; the checkpoint had Adam" in note
 
 
 @pytest.mark.parametrize("empty", [(0,), (1,), (2,), (0, 2)])

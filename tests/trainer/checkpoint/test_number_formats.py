@@ -44,10 +44,8 @@ def test_weights_and_buffers_of_another_format_are_noted_where_they_are_converte
     notes = train(world, tmp_path, 4, Counted(torch.float32, torch.int32), zero)
     told = [note for note in notes if "converted" in note]
     assert len(told) == 2
-    assert any(
-        "line.weight, line.bias: float32 in this model, where the checkpoint had float64" in note for note in told
-    )
-    assert any("seen: int32 in this model, where the checkpoint had int64" in note for note in told)
+    assert any("line.weight, line.bias: float32 in this model, float64 in the checkpoint" in note for note in told)
+    assert any("seen: int32 in this model, int64 in the checkpoint" in note for note in told)
 
 
 def test_the_same_formats_are_not_noted(world: World, tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ def test_a_resumed_run_takes_the_settings_it_is_given_and_says_what_differs(worl
         assert tuple(second.optimizer.param_groups[0]["betas"]) == (0.8, 0.99)
         assert second._saver.checkpointer is not None
         assert sorted(second._saver.checkpointer.changed_settings) == [
-            "optimizer group 0: betas=(0.8, 0.99), where the checkpoint had (0.9, 0.99)",
-            "optimizer group 0: weight_decay=0.25, where the checkpoint had 0.5",
+            "optimizer group 0: betas=(0.8, 0.99); the checkpoint had (0.9, 0.99)",
+            "optimizer group 0: weight_decay=0.25; the checkpoint had 0.5",
         ]
         assert all(float(state["step"]) == 2 for state in second.optimizer.state.values())
     with make(world, str(tmp_path), adam(weight_decay=0.5, betas=(0.9, 0.99))) as same:
@@ -161,8 +161,8 @@ def test_a_setting_that_is_given_anew_replaces_what_was_learnt_and_the_others_st
         assert (group["k"], group["decay"], group["d"]) == (2, 0.2, 5e-3)
         assert second._saver.checkpointer is not None
         assert sorted(second._saver.checkpointer.changed_settings) == [
-            "optimizer group 0: d=0.005, where the checkpoint had 0.0225",
-            "optimizer group 0: decay=0.2, where the checkpoint had 0.1",
+            "optimizer group 0: d=0.005; the checkpoint had 0.0225",
+            "optimizer group 0: decay=0.2; the checkpoint had 0.1",
         ]
 
 
@@ -210,25 +210,25 @@ OTHERWISE: dict[str, tuple[Split, Split, list[str]]] = {
         ((FIRST, LOW), (REST, HIGH)),
         ((REST, LOW), (FIRST, HIGH)),
         [
-            "optimizer group 0: weight_decay=0.125, where the checkpoint had 0.5",
-            "optimizer group 1: weight_decay=0.5, where the checkpoint had 0.125",
-            "schedule: lr=[0.02, 0.1], where the checkpoint had [0.1, 0.02]",
+            "optimizer group 0: weight_decay=0.125; the checkpoint had 0.5",
+            "optimizer group 1: weight_decay=0.5; the checkpoint had 0.125",
+            "schedule: lr=[0.02, 0.1]; the checkpoint had [0.1, 0.02]",
         ],
     ),
     "split": (
         ((WHOLE, LOW),),
         ((FIRST, HIGH), (REST, LOW)),
         [
-            "optimizer group 0: weight_decay=0.5, where the checkpoint had 0.125",
-            "schedule: lr=[0.1, 0.02], where the checkpoint had [0.02, 0.02]",
+            "optimizer group 0: weight_decay=0.5; the checkpoint had 0.125",
+            "schedule: lr=[0.1, 0.02]; the checkpoint had [0.02, 0.02]",
         ],
     ),
     "made one": (
         ((FIRST, LOW), (REST, HIGH)),
         ((WHOLE, HIGH),),
         [
-            "optimizer group 0: weight_decay=0.5, where the checkpoint had 0.125 and 0.5",
-            "schedule: lr=[0.1], where the checkpoint had [[0.02, 0.1]]",
+            "optimizer group 0: weight_decay=0.5; the checkpoint had 0.125 and 0.5",
+            "schedule: lr=[0.1]; the checkpoint had [[0.02, 0.1]]",
         ],
     ),
 }
@@ -239,8 +239,10 @@ def notes_of(folder: Path) -> list[str]:
     return [line["note"] for line in lines if "note" in line]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("case", OTHERWISE)
+@pytest.mark.parametrize(
+    ("case", "zero"), [*((case, zero) for case in OTHERWISE for zero in (0, 3)), ("split", 1), ("split", 2)]
+)
+@pytest.mark.sampled(3)
 def test_groups_are_found_by_what_is_in_them_and_have_the_settings_that_are_given(
     world: World, tmp_path: Path, case: str, zero: int
 ) -> None:
@@ -254,7 +256,7 @@ def test_groups_are_found_by_what_is_in_them_and_have_the_settings_that_are_give
             for one in group["params"]:
                 assert (group["weight_decay"], group["lr"]) == tuple(wanted[id(one)].values())
                 assert second.optimizer.state[one]["step"] == 2
-        found = [note for note in notes_of(tmp_path) if "where the checkpoint" in note]
+        found = [note for note in notes_of(tmp_path) if "the checkpoint had" in note]
         assert sorted(found) == notes
         second.train()
 
@@ -290,14 +292,21 @@ class Parts(torch.nn.Module):
         return self.head(self.body(x))
 
 
+FROZEN = [((), ("body",)), (("body",), ()), (("body",), ("head",)), (("head",), ("body",))]  # then, and now
+
+
 def of_all(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize(
-    ("then", "now"), [((), ("body",)), (("body",), ()), (("body",), ("head",)), (("head",), ("body",))]
+    ("then", "now", "zero", "of_trained_alone"),
+    [
+        *((then, now, zero, zero == 3) for then, now in FROZEN for zero in (0, 3)),
+        *((*FROZEN[2], *others) for others in ((0, True), (1, True), (2, False))),
+    ],
 )
-@pytest.mark.parametrize(("zero", "of_trained_alone"), [(0, True), (0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.sampled(3)
 def test_a_resumed_run_may_train_other_parts_and_says_whose_state_is_dropped_and_whose_is_new(
     world: World, tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...], zero: int, of_trained_alone: bool
 ) -> None:
@@ -319,8 +328,8 @@ def test_a_resumed_run_may_train_other_parts_and_says_whose_state_is_dropped_and
         steps = {names[one]: float(state["step"]) for one, state in second.optimizer.state.items()}
         assert steps == dict.fromkeys((name for name in before if not name.startswith((*then, *now))), 2.0)
         tensors = {"body": "body.line.weight, body.line.bias", "head": "head.weight, head.bias"}
-        dropped = "the checkpoint's optimizer state is dropped for what is not trained now: "
-        new = "the checkpoint has no optimizer state for what was not trained then: it starts anew for "
+        dropped = "the optimizer state of what is no longer trained is dropped: "
+        new = "what is newly trained starts without optimizer state: "
         assert [note for note in notes_of(tmp_path) if "optimizer state" in note] == [
             *(dropped + tensors[part] for part in now),
             *(new + tensors[part] for part in then if of_trained_alone),  # others had no gradient yet

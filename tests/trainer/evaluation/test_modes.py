@@ -178,13 +178,14 @@ def test_of_more_metrics_than_are_kept_the_best_stay(world: World, tmp_path: Pat
     assert kept_after(world, tmp_path, "accuracy", values, 8, keep_best=3)[1] == [2, 4, 7, 8]
 
 
+@pytest.mark.slow
 def test_another_metric_or_direction_forgets_what_was_the_best_by_the_one_before(world: World, tmp_path: Path) -> None:
     summary, kept = kept_after(world, tmp_path, "loss", [5.0, 6.0], 2, keep_best=1)
     assert (summary.best_step, kept) == (1, [1, 2])
     summary, kept = kept_after(world, tmp_path, "accuracy", [0.5, 0.25], 4, keep_best=1)
     assert (summary.best, summary.best_step, kept) == (0.5, 3, [3, 4])
     told = (tmp_path / "metrics.jsonl").read_text()
-    assert "evaluate.best is 'accuracy' (high is good) now: what was the best, 5.0 of step 1, by 'loss' (low is" in told
+    assert "evaluate.best is now 'accuracy' (high is good): the best by 'loss' (low is good), 5.0 of step 1, is" in told
     summary, kept = kept_after(world, tmp_path, "accuracy", [0.625, 0.75], 6, keep_best=1, best="min")
     assert (summary.best, summary.best_step, kept) == (0.625, 5, [5, 6])
     summary, kept = kept_after(world, tmp_path, "accuracy", [0.7, 0.5], 8, keep_best=1, best="min")
@@ -214,7 +215,7 @@ def evaluate_until(world: World, folder: Path, losses: list[float], best: str = 
 def test_training_ends_when_patience_does_and_says_so(world: World, tmp_path: Path) -> None:
     summary = evaluate_until(world, tmp_path, [3.0, 1.0, 2.0, float("nan"), 0.5], steps=9)
     assert (summary.steps, summary.best_step) == (4, 2)
-    assert "no better loss than 1.0 of step 2 in 2 evaluations" in (tmp_path / "metrics.jsonl").read_text()
+    assert "loss was not better than 1.0 (step 2) in 2 evaluations" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_patience_counts_over_restarts_and_starts_anew_with_each_better_one(world: World, tmp_path: Path) -> None:

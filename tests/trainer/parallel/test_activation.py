@@ -188,6 +188,7 @@ def train_masked(world: World, folder: Path, kind: type, draw: Draw, **options: 
 DRAWS["all"] = lambda module, index: sum(draw(module, index) for name, draw in DRAWS.items() if name != "all")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("source", "zero"), [*((name, 0) for name in DRAWS), ("all", 1), ("all", 2), ("all", 3)])
 def test_recomputed_blocks_draw_what_forward_drew_whatever_they_draw_from(
     world: World, tmp_path: Path, source: str, zero: int
@@ -199,6 +200,7 @@ def test_recomputed_blocks_draw_what_forward_drew_whatever_they_draw_from(
     assert found[1] == ends  # what is drawn after a backward is the same, too
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["of the file", "enclosed", "nested", "compiled", "nested, compiled"])
 def test_recomputed_blocks_draw_what_forward_drew_wherever_the_generator_is(
     world: World, tmp_path: Path, kind: str, graph_runs: list[int]

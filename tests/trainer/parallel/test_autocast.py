@@ -346,6 +346,7 @@ def compare(world: World, folder: str, name: str, dtype: str, tolerance: float =
 HALF = [("bf16", name) for name in ZOO] + [("fp16", name) for name in ("timed", "masked", "norms", "scaled", "judging")]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("dtype", "name"), HALF)
 def test_every_zero_stage_computes_what_autocast_makes_of_the_model(
     world: World, tmp_path: Path, name: str, dtype: str

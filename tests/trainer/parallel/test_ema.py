@@ -121,6 +121,7 @@ def test_the_average_is_the_naive_one(world: World, tmp_path: Path, config: EmaC
     check_run(tmp_path, first, 5, config)
 
 
+@pytest.mark.slow
 def test_an_update_that_overflows_does_not_move_the_average(world: World, tmp_path: Path) -> None:
     net = make_net()
     first = whole_state(net)

@@ -75,6 +75,7 @@ def train(world: World, folder: str, dtype: torch.dtype, zero: int, *, precision
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_adapters_on_a_frozen_base_of_any_format_are_trained_alike_at_every_zero_stage(

@@ -188,6 +188,7 @@ def write_rows(target_url: str, rows: int) -> str | None:
     return f"{rows} rows"
 
 
+@pytest.mark.slow
 def test_data_is_prepared_where_the_loader_reads_it_and_once(
     tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:

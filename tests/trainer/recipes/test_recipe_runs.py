@@ -80,6 +80,7 @@ def test_the_help_of_the_audit_names_the_logs_of_a_shipped_recipe() -> None:
     assert f"penstock audit {folder}\n" in (AuditArguments.__doc__ or "")
 
 
+@pytest.mark.slow
 def test_the_mixture_of_the_page_trains_and_its_audit_is_exact(
     digit_shards: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def few_tokens() -> list[dict[str, torch.Tensor]]:
     return [{"tokens": torch.arange(18).reshape(2, 9)}]
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_trains_once_its_weights_are_initialised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +181,7 @@ def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {split: str(folder / split) for split in ("train", "test")}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

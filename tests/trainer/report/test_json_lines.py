@@ -57,10 +57,10 @@ def test_records_go_on_when_a_full_disk_has_room_again(
     assert [one["step"] for one in whole if one["kind"] == "train"] == [4, 5, 6]
     # Steps 1 to 3, and the note of the failure itself.
     assert [one["note"] for one in whole if "records are missing here" in one.get("note", "")] == [
-        "4 records are missing here: no room for them"
+        "4 records are missing here: they could not be written"
     ]
     assert [note for note in watching.notes if "metrics.jsonl cannot be written" in note] == [
-        f"{tmp_path}/metrics.jsonl cannot be written (No space left on device); every next record tries again"
+        f"{tmp_path}/metrics.jsonl cannot be written (No space left on device); the next record tries again"
     ]
 
 

@@ -60,8 +60,8 @@ def test_an_observer_that_raises_is_noted_once_and_left_out_and_the_run_goes_on(
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     notes = [record["note"] for record in records if record["kind"] == "note" and "observer" in record["note"]]
     assert notes == [
-        "observer Broken raised ValueError: no connection and is left out from now on",
-        "observer Broken raised RuntimeError: also and is left out from now on",
+        "observer Broken raised and gets no more records: ValueError: no connection",
+        "observer Broken raised and gets no more records: RuntimeError: also",
     ]
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3, 4]
 

@@ -46,7 +46,7 @@ def test_the_steps_given_are_traced_and_training_is_as_without(world: World, tmp
     steps = [count_events(tmp_path / "traced/profile" / name, "Optimizer.step#SGD.step") for name in names]
     assert steps == [1, 2, 1]
     notes = (tmp_path / "traced/metrics.jsonl").read_text()
-    assert "steps 3 to 4 are traced in" in notes
+    assert "the trace of steps 3 to 4 is in" in notes
 
 
 def test_a_trace_that_the_run_ends_in_has_the_steps_that_were_made(world: World, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_trace_that_cannot_be_written_is_noted_and_training_goes_on(world: Wor
     (tmp_path / "profile").write_text("in the way")
     train(world, tmp_path, {"steps": ["1:3", "5:6"]})
     notes = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert any("no more steps are traced: FileExistsError" in one.get("note", "") for one in notes)
+    assert any("tracing stops: FileExistsError" in one.get("note", "") for one in notes)
     assert notes[-1]["kind"] == "end"
 
 
@@ -86,7 +86,7 @@ def test_a_trace_of_which_the_disk_takes_no_more_is_not_kept(
     assert traces(tmp_path / "run") == []
     assert list((tmp_path / "small").iterdir()) == []
     notes = (tmp_path / "run/metrics.jsonl").read_text()
-    assert f"no more steps are traced: TrainerError: a trace could not be written to {tmp_path / 'small'}" in notes
+    assert f"tracing stops: TrainerError: a trace could not be written to {tmp_path / 'small'}" in notes
 
 
 def test_a_failing_step_ends_its_trace(world: World, tmp_path: Path) -> None:

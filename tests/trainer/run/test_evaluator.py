@@ -110,6 +110,7 @@ def test_so_is_one_whose_last_step_a_signal_came_before(world: World, tmp_path: 
     assert [step for step, _ in evaluations(tmp_path)] == [4, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every", [3, 4])  # with 4 the save before the epoch's end is the last one
 def test_so_is_one_that_ends_while_a_signal_asks_to_stop(world: World, tmp_path: Path, save_every: int) -> None:
     whole = train_to_the_end_of_an_epoch(world, tmp_path / "whole", steps=13, save_every=save_every)
@@ -191,7 +192,7 @@ def test_evaluations_that_take_much_of_a_run_are_noted_once_with_their_share_and
     with make_trainer(world, str(tmp_path), **options) as trainer:
         trainer.train()
     found = [note for note in notes_of(tmp_path) if "evaluation takes" in note]
-    now = "it is 1" if every else "it is done after each epoch"
+    now = "now 1" if every else "now after each epoch"
     assert len(found) == 1
     assert re.fullmatch(
         rf"evaluation takes \d+% of the time so far \(3 evaluations of .* s\): .*evaluate\.every=STEPS \({now}\).*",

@@ -248,6 +248,7 @@ def test_saves_wait_while_a_spike_is_undecided_and_checkpoints_in_it_do_not_coun
     assert [record["step"] for record in records(tmp_path / "calm", "checkpoint")] == [*range(1, 11), 12, 13, 14]
 
 
+@pytest.mark.slow
 def test_the_schedule_goes_back_with_the_weights_or_goes_on(world: World, tmp_path: Path) -> None:
     rates = {}
     for policy in ("rewind", "continue"):
@@ -270,6 +271,7 @@ class Heard(Callbacks):
         self.rewinds.append(record)
 
 
+@pytest.mark.slow
 def test_observers_hear_of_a_rewind_and_a_trace_ends_with_it(world: World, tmp_path: Path) -> None:
     heard = Heard()
     options = {"observers": [heard], "profile": {"steps": ["13:30"]}}

@@ -20,6 +20,7 @@ def notes(folder: str | Path) -> str:
     return "\n".join(line["note"] for line in records(folder, "note"))
 
 
+@pytest.mark.slow
 def test_after_so_many_rewinds_training_stops_in_words(world: World, tmp_path: Path) -> None:
     spike = {**SPIKE, "max_rewinds": 2, "skip_batches": 0}
     options: dict[str, Any] = {"spike": spike, "bad": batches_to_rows(14, 18, 22, 26)}

@@ -61,6 +61,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_the_best_the_newest_or_any_step_is_exported(trained: States, tmp_path: Path) -> None:
     for step, wanted in (("best", trained[1]), ("latest", trained[3]), (3, trained[2])):
         output = tmp_path / f"out-{step}"

@@ -99,7 +99,7 @@ def test_a_run_that_resumes_ignores_it_and_says_so(world: World, tmp_path: Path)
         resumed = whole_state(again.parallel.inner)
     assert all(torch.equal(resumed[name], trained[name]) for name in trained)
     notes = (tmp_path / "mine/metrics.jsonl").read_text()
-    assert "weights are those of" in notes
+    assert "weights come from" in notes
     assert "is ignored: the run resumes from its own checkpoint" in notes
 
 

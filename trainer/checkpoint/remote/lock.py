@@ -104,7 +104,7 @@ class StoreLock:
                 if watched is None:
                     watched, since_s = etag, now_s
                     logger.warning(
-                        "%s is held by %s; waiting up to %.0f s to see whether it lives",
+                        "%s is held by %s; waiting up to %.0f s to see whether it is alive",
                         *(self._store.url, _name(owner), self._lease_s),
                     )
                 is_dead = etag == watched and now_s - since_s >= self._lease_s
@@ -118,7 +118,7 @@ class StoreLock:
                     "folder"
                 )
             if is_dead and self._write(etag):
-                self.note = f"took {self._store.url} over from a run that is dead: {_name(owner)}"
+                self.note = f"took over {self._store.url} from a dead run: {_name(owner)}"
                 return
             time.sleep(_LOOK_S)
 

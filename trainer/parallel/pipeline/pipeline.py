@@ -99,7 +99,7 @@ class Pipeline:
         """Return whether this rank has the last stage, where losses come to be."""
         return self.cut.stages - 1 in self.own
 
-    def spread(self, model: nn.Module, mesh: Mesh) -> None:
+    def spread(self) -> None:
         """Leave the model the parameters and buffers of this rank's stages."""
         self.staged.keep(self.own)
         self.staged.gate()
@@ -114,17 +114,22 @@ class Pipeline:
         return agree_on_names(self.staged.model, self._whole, self.ties, optimizer, self._mesh)
 
     def check_split(self, recomputes: int, *, compiled: bool) -> None:
-        """Refuse what runs a backward in one piece with a schedule that runs it in two.
+        """Refuse what a pipeline, or one that runs a backward in two pieces, does not go with.
 
         Raises:
-            TrainerConfigError: blocks that recompute their activations, or are compiled.
+            TrainerConfigError: blocks that are compiled, or recompute their activations.
         """
-        for key, is_on in ((f"activation.every={recomputes}", recomputes > 0), ("compile.enabled=True", compiled)):
-            if is_on and self._schedule in SPLIT:
-                raise TrainerConfigError(
-                    f"{key} runs the backward of a block in one piece, and parallel.schedule={self._schedule!r} that "
-                    "of inputs and that of weights apart; leave it out, or use parallel.schedule='1F1B'"
-                )
+        if compiled:
+            raise TrainerConfigError(
+                f"compile.enabled=True with parallel.pp={self._ranks} is not there yet: a block asks which stage runs; "
+                "use compile.enabled=False, or leave parallel.pp out"
+            )
+        if recomputes and self._schedule in SPLIT:
+            raise TrainerConfigError(
+                f"activation.every={recomputes} runs the backward of a block in one piece, and "
+                f"parallel.schedule={self._schedule!r} that of inputs and that of weights apart; use "
+                "activation.every=0, or parallel.schedule='1F1B'"
+            )
 
     def cut_batch(self, batch: Any) -> list[Any]:
         """The parts of a batch; of the last one of an epoch, which may have fewer rows, maybe fewer.

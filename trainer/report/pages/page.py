@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from .charts import Chart, Line, Marks, draw, percent, short
+from .charts import Chart, Line, Marks, draw
 from .run_log import Attempt, RunLog, phases_of
 from .style import STYLE
 from .summary import clock, describe_rewinds, describe_state, duration, resume_marks
+from .svg import percent, short
 
 _PHASES = ("fetch", "forward", "backward", "reduce", "optimizer")  # of a step; others come now and then
 _MEMORY = {

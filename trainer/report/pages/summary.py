@@ -37,7 +37,7 @@ def describe_state(run: RunLog, now_s: float, *, ago: str = "before this page") 
         return f"The run failed after step {last.last_step:,}{of}: {_in_a_sentence(run.error)} {saved}"
     passed = duration(max(0.0, now_s - last.ended_s))
     return (
-        f"At step {last.last_step:,}{of}. No end is recorded: the run goes on, or it was ended by force or an error. "
+        f"At step {last.last_step:,}{of}. No end is recorded: the run is in progress, was killed, or failed. "
         f"The last record is from {clock(last.ended_s)}, {passed} {ago}."
     )
 
@@ -72,7 +72,7 @@ def resume_marks(run: RunLog) -> list[tuple[int, str]]:
 def describe_rewinds(run: RunLog) -> list[str]:
     """One sentence for each time that training went back."""
     return [
-        f"step {one['step']:,}: back to step {_count(one, 'to_step')}, past {_count(one, 'skipped_batches')} more "
+        f"step {one['step']:,}: back to step {_count(one, 'to_step')}, skipping {_count(one, 'skipped_batches')} more "
         f"batches; {one.get('why', '')}"
         for one in run.of("rewind")
     ]

@@ -85,8 +85,8 @@ def _tell_silent(stale: Mapping[int, float]) -> str:
     )
     ranks = f"Rank {named} has" if len(stale) == 1 else f"Ranks {named} have"
     return (
-        f"{ranks} told nothing for {max(stale.values()):.0f} s, and the others wait: stopped, dead, or the disk of the "
-        "node hangs."
+        f"{ranks} been silent for {max(stale.values()):.0f} s, and the others wait: the process is stopped or dead, or "
+        "its node's disk hangs."
     )
 
 
@@ -154,7 +154,7 @@ def _judge(
     return "devices", f"Computing is the limit; waits for data are {waits:.1%} of the time."
 
 
-_NO_LOADER = "Its loader tells nothing of itself; penstock's would say which stage is the limit."
+_NO_LOADER = "Its loader reports no metrics; penstock's would say which stage is the limit."
 _ASIDE = {"checkpoint": "checkpoint.every_steps, or save in the background", "evaluate": "evaluate.every"}
 
 
@@ -166,7 +166,10 @@ def _judge_stuck(stuck: Sequence[RankStatus]) -> tuple[str, str]:
     if one.phase == "fetch":
         return "data", f"{sentence}{f', waiting for {one.doing}' if one.doing else ''}. {one.advice}".rstrip()
     if one.phase in _TOGETHER:
-        return "other ranks", f"{sentence}, where it waits for other ranks; all do, or one of them is not known here."
+        return (
+            "other ranks",
+            f"{sentence}, where it waits for other ranks; all do, or one of them is missing in this view.",
+        )
     return "rank", f"{sentence}."
 
 

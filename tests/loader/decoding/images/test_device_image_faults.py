@@ -16,6 +16,7 @@ from penstock.loader.decoding.images.device_images import DeviceFallbackWarning
 from penstock.loader.errors import ConfigError, DecodeError, MemoryLimitError
 
 
+@pytest.mark.slow
 def test_an_image_beyond_a_groups_bytes_is_left_to_the_cpu(pictures, codec, monkeypatch):
     monkeypatch.setattr(device_images, "_GROUP_BYTES", 3 * 400 * 400)
     on_cpu, on_device = (batches(pictures, on_device=on, shuffle=False) for on in (False, True))
@@ -79,6 +80,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write(tmp_path_factory.mktemp("damaged"), good)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.loader.reading.bad.samples.BadSampleWarning")
 def test_bad_images_are_replaced_by_the_same_samples_as_on_the_cpu(damaged, codec, tmp_path):
     found = []

@@ -45,6 +45,7 @@ def by_id(taken: Sequence[dict[str, Any]]) -> dict[int, torch.Tensor]:
     return {i: pixels for batch in taken for i, pixels in zip(batch["__id__"].tolist(), batch["jpg"], strict=True)}
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_and_a_resume_give_the_same_pixels(pictures, codec):
     alone = batches(pictures, on_device=True)
     whole = by_id(alone)

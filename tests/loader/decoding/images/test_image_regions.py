@@ -11,9 +11,10 @@ from penstock.loader.decoding.images import images
 from penstock.loader.decoding.images.images import ImageDecoder
 from penstock.loader.decoding.images.regions import Region, center_region, random_region, scale_region
 from penstock.loader.errors import ConfigError
-from penstock.loader.order.randomness import sample_rng
+from penstock.loader.order.permutation import sample_rng
 
 
+@pytest.mark.slow
 def test_random_crops_are_pils_resize_of_the_region_drawn():
     height, width = 500, 700
     data = encode(photo(width, height))

@@ -18,7 +18,7 @@ from penstock.loader.decoding.images.images import ImageDecoder
 from penstock.loader.decoding.images.jpeg_region import decode_region, exact_library
 from penstock.loader.decoding.images.regions import Region, center_region
 from penstock.loader.errors import ConfigError, DecodeError
-from penstock.loader.order.randomness import DECODING, sample_rng
+from penstock.loader.order.permutation import DECODING, sample_rng
 
 FLOWER = photograph("flower.jpg")
 

@@ -19,7 +19,7 @@ from penstock.loader.decoding.images.images import ImageDecoder, ImagePlan
 from penstock.loader.decoding.images.jpeg_region import decode_region
 from penstock.loader.decoding.images.regions import Region
 from penstock.loader.errors import ConfigError, DecodeError
-from penstock.loader.order.randomness import sample_rng
+from penstock.loader.order.permutation import sample_rng
 
 FACTORS = ("444", "422", "440", "420", "411")
 

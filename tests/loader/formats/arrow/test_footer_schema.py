@@ -62,6 +62,7 @@ def test_a_batch_before_those_that_such_a_footer_names_is_an_error(tmp_path: Pat
         index_all(FolderStore(tmp_path), ArrowFormat())
 
 
+@pytest.mark.slow
 def test_a_damaged_footer_of_such_a_file_is_an_error_that_names_the_shard(tmp_path: Path) -> None:
     whole = file_like_polars(TABLE.select(["id"]), 150)
     for at in range(footer_start(whole), len(whole)):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ def values_of(block: Block, name: str) -> list[Any]:
     return column.values.tolist() if isinstance(column, ArrayColumn) else column.take(rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("row_group_size", "compression"),
-    [(7, "snappy"), *itertools.product([100, 1000], ["none", "snappy", "zstd", "gzip"])],
+    [(7, "snappy"), (100, "none"), (1000, "snappy"), (100, "zstd"), (1000, "gzip")],
 )
 def test_every_row_reads_as_pyarrow_reads_it(
     parquet_store: FolderStore, compression: str | None, row_group_size: int

@@ -86,6 +86,7 @@ def test_a_footer_that_pyarrow_would_abort_on_is_an_error(parquet_store: FolderS
         index_all(parquet_store, ParquetFormat())
 
 
+@pytest.mark.slow
 def test_footers_are_judged_alike_with_and_without_a_file_in_python(
     parquet_store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import DistributedDataLoader
 from penstock.loader import FormatError
-from penstock.loader.formats.arrow.string_views import views_are_inside
+from penstock.loader.formats.arrow.ipc import views_are_inside
 
 LONG = "long enough for a buffer"
 

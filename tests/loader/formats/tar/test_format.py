@@ -18,8 +18,7 @@ from made_archives import END, GOOD, header, index, member, read
 
 from penstock.loader.columns import BytesColumn
 from penstock.loader.errors import ConfigError
-from penstock.loader.formats.chunks import cut_samples
-from penstock.loader.formats.shard import ChunkRef, ShardTask
+from penstock.loader.formats.shard import ChunkRef, ShardTask, cut_samples
 from penstock.loader.formats.tar.blocks import BLOCK, NotProvenError, jump_headers
 from penstock.loader.formats.tar.census import take_census
 from penstock.loader.formats.tar.format import TarFormat

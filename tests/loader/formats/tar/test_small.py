@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.loader.formats.tar.census import take_census
-from penstock.loader.formats.tar.small import MOST_MEMBERS, take_small_census
+from penstock.loader.formats.tar.format import MOST_MEMBERS, take_small_census
 from penstock.loader.formats.windows import PieceWindows
 
 SAMPLES = [("a/0.jpg", 700), ("a/0.cls", 3), ("a/1.jpg", 0), ("a/1.tar.GZ", 512), ("b.txt", 1)]
@@ -59,6 +59,7 @@ def test_other_archives_are_left_to_the_census(members: list[tuple[str, int]]) -
     assert census is not None
 
 
+@pytest.mark.slow
 def test_damaged_archives_are_never_read_otherwise_than_by_the_census() -> None:
     whole = np.frombuffer(archive(SAMPLES), np.uint8)
     rng = random.Random(7)

@@ -20,8 +20,7 @@ from penstock.loader.order.costs.steps import BudgetSteps
 from penstock.loader.order.costs.walk import CostWalk
 from penstock.loader.order.permutation import permutation, stream_key
 from penstock.loader.order.plan import EpochPlan, Order, Share, bit_reverse
-from penstock.loader.order.selecting.selection import Selection
-from penstock.loader.order.selecting.subset import Subset
+from penstock.loader.order.selecting import Selection, Subset
 from penstock.loader.order.spans import EpochSpans
 from penstock.loader.order.state import LoaderState
 
@@ -83,7 +82,7 @@ def test_shares_by_cost_are_the_same_global_batches_in_the_same_order_and_differ
     plain = rank_ids(plan, Share(0, 1, size), first, steps)
     model = data.draw(st.sampled_from([Cost(), Cost(model="quadratic", hidden_size=2), Cost(model=lambda n: n**0.5)]))
     by_cost = SampleCosts(costs.values, costs.digest, model)
-    parts = [rank_ids(plan, Share(r, world_size, size, costs=by_cost), first, steps) for r in range(world_size)]
+    parts = [rank_ids(plan, Share(r, world_size, size, costs=(by_cost,)), first, steps) for r in range(world_size)]
     for step, whole in enumerate(plain):
         assert [sample for part in parts for sample in part[step]] == whole
         total = [int(by_cost.of(np.array(part[step], np.int64)).sum()) for part in parts]

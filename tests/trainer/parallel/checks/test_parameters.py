@@ -61,6 +61,7 @@ def remove(model: nn.Sequential) -> None:
     del model[1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("change", "told"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
-from launch_ranks import run_ranks
-from layout_runs import compare_layouts, resume_across
+import pytest
+from launch_ranks import Ranks, run_ranks
+from layout_runs import compare_layouts, die_in_a_step, resume_across
 
 
 def test_two_stages_train_what_one_process_trains() -> None:
@@ -38,3 +41,13 @@ def test_a_run_resumes_with_other_stages_and_without(tmp_path: Path) -> None:
     layouts = [{"pp": 2, "microbatches": 8}, {"zero": 2}, {"pp": 2, "microbatches": 8, "zero": 1}]
     found = run_ranks(resume_across, 2, "gpt", layouts, str(tmp_path), timeout_s=300.0)
     assert [one for its in found for one in its] == []
+
+
+@pytest.mark.slow
+def test_a_stage_that_dies_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    ranks: Any = Ranks(die_in_a_step, 2, str(tmp_path))
+    outcomes = ranks.join(timeout_s=240.0)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert outcomes[0].exit_code not in (0, None)
+    report = (tmp_path / "stalls" / "stall-rank-0.txt").read_text()
+    assert "rank 1" in report

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from small_trainers import add_up, make_trainer, rows
 
 from penstock.trainer import Evaluation, World
-from penstock.trainer.report.pages.charts import Chart, Line, draw, short, thin, ticks
+from penstock.trainer.report.pages.charts import Chart, Line, draw, thin
 from penstock.trainer.report.pages.page import render_page
 from penstock.trainer.report.pages.run_log import RunLog, read_run
 from penstock.trainer.report.pages.summary import describe_state, summarize
+from penstock.trainer.report.pages.svg import short, ticks
 from penstock.trainer.report.status.rank_status import RankStatus, status_path
 
 NOW_S = 2000.0
@@ -112,7 +113,7 @@ def test_a_rewind_is_marked_and_is_no_start_of_the_ranks(tmp_path: Path) -> None
     assert len(marks) == 2
     assert page.count(">rewound<") > 1
     assert "4→2 ranks" in page
-    assert "step 9: back to step 6, past 2 more batches; step 8: the loss &lt;9&gt; is above 4" in page
+    assert "step 9: back to step 6, skipping 2 more batches; step 8: the loss &lt;9&gt; is above 4" in page
     assert "<dt>starts</dt><dd>2</dd>" in page
     assert "<dt>rewinds</dt><dd>1</dd>" in page
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.loader.metrics import Counters, Levels
+from penstock.loader.counters import Counters, Levels
+from penstock.loader.metrics import LoaderMetrics
 from penstock.storage.observability.counts import StoreCounts
 from penstock.trainer import World
 from penstock.trainer.report.progress import Progress
@@ -30,7 +31,7 @@ class Loader:
         self.counters = Counters()
 
     def metrics(self) -> Any:
-        return self.counters.metrics(Levels(), StoreCounts())
+        return LoaderMetrics.read(self.counters, Levels(), StoreCounts())
 
 
 class Rank:
@@ -71,6 +72,7 @@ def rank(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     made.writer.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fetch", "forward", "steps"), [(0.05, 0.2, 200), (2.3, 0.1, 30), (0.5, 6.5, 12), (3, 87, 9)])
 def test_rates_and_shares_are_true_at_every_moment(rank: Rank, fetch: float, forward: float, steps: int) -> None:
     step_s = fetch + forward

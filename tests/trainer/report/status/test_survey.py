@@ -70,7 +70,7 @@ def test_waiting_for_data_quotes_the_loaders_own_advice() -> None:
     assert (found.bound, found.slowest) == ("data", None)
     assert found.advice == "Training waits for data 52% of the time. advice 3"
     silent = judge(*(rank(n, seconds={"fetch": 5.0, "forward": 1.0, "backward": 3.0}) for n in range(4)))
-    assert "tells nothing of itself" in silent.advice
+    assert "reports no metrics" in silent.advice
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_silent_and_missing_ranks_are_told_and_judge_nobody() -> None:
     ranks = [rank(0), rank(1, time=NOW_S - 30.0, seconds={"forward": 9.0}), rank(3, state="ended", time=NOW_S - 500.0)]
     found = survey(ranks, NOW_S)
     assert (found.stale, found.missing, found.slowest, found.bound) == ({1: 30.0}, [2], None, "rank")
-    assert found.advice.startswith("Rank 1 has told nothing for 30 s")
+    assert found.advice.startswith("Rank 1 has been silent for 30 s")
     many = survey([rank(n, 20, time=NOW_S - 9.0) for n in range(10)], NOW_S)
-    assert many.advice.startswith("Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more have told nothing for 9 s")
+    assert many.advice.startswith("Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more have been silent for 9 s")
     assert survey(ranks, NOW_S, silent_s={0: 0.0, 1: 0.2, 3: 0.0}).stale == {}  # another host's clock goes wrong
     slowly = rank(0, time=NOW_S - 30.0, every_s=16.0)  # thousands of ranks write rarely
     assert survey([slowly], NOW_S).stale == {}

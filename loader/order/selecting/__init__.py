@@ -1,1 +1,0 @@
-"""Select the samples of an epoch: all, a subset, or draws by weights."""

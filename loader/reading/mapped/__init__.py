@@ -1,1 +1,0 @@
-"""Chunks of local files, mapped instead of read."""
