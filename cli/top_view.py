@@ -77,7 +77,7 @@ def _head(view: View) -> str:
         parts.append(format_count(view.survey.world_size, "rank") + (f" on {hosts} hosts" if hosts > 1 else ""))
     if view.survey.step_s:
         rates = [one.samples_per_s for one in view.ranks if one.rank not in view.survey.stale]
-        rate = sum(one for one in rates if one is not None)
+        rate = sum(one for one in rates if one is not None) / max([1, *(one.replica_ranks for one in view.ranks)])
         if rate and not view.survey.missing:
             parts.append(f"{rate:,.0f} samples/s")
         parts.append(f"{_seconds(view.survey.step_s)} a step")
@@ -126,6 +126,8 @@ def _columns(view: View) -> list[_Column]:
     """The columns that have something to tell of this run."""
     ranks = view.ranks
     found = [_Column("rank", lambda one: str(one.rank), 99)]
+    if any(one.place for one in ranks):
+        found.append(_Column("place", lambda one: shown(one.place)[:24], 97, "left"))
     if len({one.host for one in ranks}) > 1:
         found.append(_Column("host", lambda one: shown(one.host)[:16], 3, "left"))
     found.append(_Column("doing", lambda one: _doing(one, view.survey), 98, "left"))

@@ -78,7 +78,7 @@ def measure(world_size: int) -> dict[str, Any]:
 
 
 def _time_planning(plan: EpochPlan, world_size: int, size: int, costs: SampleCosts | None) -> float:
-    spans = EpochSpans(plan, Share(world_size // 2, world_size, size, costs=(costs,)))
+    spans = EpochSpans(plan, Share(world_size // 2, world_size, size, costs=None if costs is None else (costs,)))
     spans.expand(spans.plan_span(0, 1)[0])  # the first windows
     started = time.perf_counter()
     spans.expand(spans.plan_span(size, _TIMED_STEPS)[0])

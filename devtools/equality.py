@@ -196,7 +196,7 @@ def _distance(found: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, T
 
 
 def _list_other(found: Trained, expected: Trained, *, is_whole: bool = True) -> Iterator[str]:
-    """What else differs; each part of a sequence draws numbers of its own, which one process does not."""
+    """Yield what else differs; each part of a sequence draws numbers of its own, which one process does not."""
     for rank, (one, other) in enumerate(zip(found.modes, expected.modes, strict=True)):
         if one != other:
             yield f"rank {rank}: modes of modules"

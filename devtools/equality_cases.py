@@ -302,10 +302,13 @@ class Trained:
 
     def laid_out(self, replicas: Sequence[int]) -> Trained:
         """The same for ranks of which each belongs to one of ``replicas``, as many as this has ranks."""
-        buffers, modes, generators = (
-            [each[replica] for replica in replicas] for each in (self.buffers, self.modes, self.generators)
+        return Trained(
+            self.weights,
+            [self.buffers[replica] for replica in replicas],
+            [self.modes[replica] for replica in replicas],
+            [self.generators[replica] for replica in replicas],
+            list(replicas),
         )
-        return Trained(self.weights, buffers, modes, generators, list(replicas))
 
 
 def train_naively(

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,12 @@ from ..storage.errors import PenstockError
 from ..storage.process import replace_closed_outputs
 from .errors import RecipeError, StallError
 from .evaluation.evaluate import Evaluation
+from .parallel.config import open_mesh
+from .ranks.mesh import Mesh
 from .ranks.world import World, close_world, open_world
 from .recipes.command_line import read_command
 from .recipes.parameter_groups import freeze_parameters
-from .recipes.recipe import Recipe, format_toml
+from .recipes.recipe import Component, Recipe, format_toml
 from .report.progress import Summary
 from .reproducibility import seed_all
 from .trainer import DistributedTrainer
@@ -114,11 +117,12 @@ def prepare_data(recipe: Recipe, world: World) -> None:
 
 def train_recipe(recipe: Recipe, world: World) -> Summary:
     """Build everything that the recipe names, train, and close what can be closed."""
+    mesh = open_mesh(recipe.trainer.parallel, world)
     seed_all(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
     model = recipe.make_model()
     freeze_parameters(model, recipe.groups)
-    with _opened(recipe.data.make()) as loader:
-        evaluation_source = recipe.evaluation_data.make() if recipe.evaluation_data else None
+    with _opened(place_data(recipe.data, mesh).make()) as loader:
+        evaluation_source = place_data(recipe.evaluation_data, mesh).make() if recipe.evaluation_data else None
         with _opened(evaluation_source) as evaluation_batches:
             evaluation = (
                 Evaluation(batches=evaluation_batches, metrics=recipe.evaluation.resolve(2))
@@ -133,9 +137,24 @@ def train_recipe(recipe: Recipe, world: World) -> Summary:
                 loss=recipe.loss.resolve(2),
                 evaluation=evaluation,
                 world=world,
+                mesh=mesh,
                 initialise=recipe.initialise.resolve(2) if recipe.initialise else None,
             ) as trainer:
                 return trainer.train()
+
+
+def place_data(data: Component, mesh: Mesh) -> Component:
+    """The component with this rank's share, where replicas lie on several ranks: the mesh, or rank and world_size.
+
+    One that takes neither, or is given one of them by the recipe, stays as it is.
+    """
+    if not mesh.is_spread or data.args.keys() & {"mesh", "rank", "world_size"}:
+        return data
+    share: dict[str, Any] = {"rank": mesh.replica, "world_size": mesh.replicas}
+    for given in ({"mesh": mesh.device_mesh}, share):
+        if all(map(data.takes, given)):
+            return replace(data, args={**data.args, **given})
+    return data
 
 
 @contextmanager

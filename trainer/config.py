@@ -152,7 +152,7 @@ class TrainerConfig:
 
     def _check_layout(self) -> None:
         """Refuse what treats each rank as a replica where replicas lie on several."""
-        spread = ((name, getattr(self.parallel, name)) for name in ("tp", "pp", "cp"))
+        spread = ((name, getattr(self.parallel, name)) for name in ("tp", "pp", "cp", "ep"))
         key = next((f"parallel.{name}={size}" for name, size in spread if size > 1), None)
         for other, is_set, cure in (
             (f"average_every={self.average_every}", self.average_every is not None, "leave average_every out"),

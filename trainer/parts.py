@@ -46,18 +46,13 @@ class Parts:
 
 
 def find_spread(config: TrainerConfig, model: nn.Module, mesh: Mesh) -> tuple[ReplicaSpread | None, Pipeline | None]:
-    """What cuts the model over the ranks of each replica, None where these are single ranks; and its stages.
+    """Find what cuts the model over the ranks of each replica, None where these are single ranks; and its stages.
 
     Raises:
         TrainerConfigError: the model cannot be cut so.
     """
     parallel = config.parallel
-    if parallel.ep > 1:
-        raise TrainerConfigError(
-            f"parallel.ep={parallel.ep} is not there yet; leave it out, and use parallel.zero=3 for a model that does "
-            "not fit"
-        )
-    for key in ("tp", "cp"):
+    for key in ("tp", "cp", "ep"):
         if parallel.pp > 1 and getattr(parallel, key) > 1:
             raise TrainerConfigError(
                 f"parallel.pp={parallel.pp} with parallel.{key}={getattr(parallel, key)} is not there yet; leave one "

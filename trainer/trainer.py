@@ -14,7 +14,7 @@ from torch import nn
 
 from .config import TrainerConfig
 from .data.feed import Feed
-from .data.fit import check_share
+from .data.fit import check_peers, check_share
 from .data.shares import SpeedShares
 from .errors import TrainerConfigError, TrainerError
 from .evaluation.evaluate import Evaluation, find_other_classes
@@ -87,6 +87,7 @@ class DistributedTrainer:
                 "leave mesh out"
             )
         self.progress = Progress()
+        self._has_checked_peers = False
         self.stopwatch = Stopwatch(clock=DeviceClock() if self.world.device.type == "cuda" else None)
         if evaluation is None and (config.evaluate.every or config.evaluate.best):
             raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
@@ -99,6 +100,7 @@ class DistributedTrainer:
             activities=list_activities(loader, evaluation, self._name_module),
             progress_of=list_advances(config.compile.timeout_s),
             traces=config.profile.signal_steps > 0,
+            sizes=sizes,
         )
         with self._guard.watching():
             self.mesh = open_mesh(config.parallel, self.world) if mesh is None else mesh
@@ -177,7 +179,7 @@ class DistributedTrainer:
                 stopwatch=self.stopwatch,
                 gather_state=self._gather_state,
             )
-            self._recorder.open(observers, config.report, Path(config.output_dir), self.world)
+            self._recorder.open(observers, config.report, Path(config.output_dir), self.mesh)
             if problem := find_other_classes(loader, evaluation):
                 self._recorder.note(problem)
             self._resume()
@@ -197,7 +199,7 @@ class DistributedTrainer:
         started = time.perf_counter()
         begin_training(self.parallel.inner)
         parallel, dtype = self.config.parallel, self.config.precision.dtype
-        self._recorder.start(self.world, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
+        self._recorder.start(self.mesh, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
         with self._guard, deterministic_kernels(self.config.deterministic), closing(self._tracer):
             stopped = self._end_known_epoch(stopped=self._evaluator.make_up())
             while not stopped and not is_done(self.config, self.progress):
@@ -206,6 +208,9 @@ class DistributedTrainer:
                 if not batches:  # the epoch is over
                     stopped = self._end_epoch()
                     continue
+                if not self._has_checked_peers:
+                    check_peers(batches[0], self.mesh)
+                    self._has_checked_peers = True
                 self.stopwatch.enter("microbatches")
                 microbatches = self._microbatches.make(batches, self._recorder.note)
                 self._recorder.settle_flops(microbatches[0])

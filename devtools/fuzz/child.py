@@ -28,7 +28,7 @@ def make_entry(engine: str, name: str, take: Callable[[bytes], None]) -> Callabl
         take(data)
 
     unbounded = settings(database=None, deadline=None, suppress_health_check=[*HealthCheck])
-    property_: Any = unbounded(given(strategies()[name])(run))
+    property_: Any = unbounded(given(strategies()[name])(run))  # type: ignore[no-untyped-call]
     entry: Callable[[bytes], object] = property_.hypothesis.fuzz_one_input
     return entry
 

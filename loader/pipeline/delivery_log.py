@@ -152,12 +152,10 @@ class DeliveryLog:
         if self._bad is None or not self._has_keys:
             return None if self._bad is None else self._bad.among(epoch, dropped)
         ids, epochs = dropped & ((1 << KEY_BITS) - 1), dropped >> KEY_BITS
-        found = [
-            to_keys(bad, np.full(len(bad), each, np.int64))
-            for each in np.unique(epochs).tolist()
-            for bad in [self._bad.among(each, ids[epochs == each])]
-        ]
-        return np.concatenate([np.empty(0, np.int64), *found])
+        by_epoch = ((each, self._bad.among(each, ids[epochs == each])) for each in np.unique(epochs).tolist())
+        found = [to_keys(bad, np.full(len(bad), each, np.int64)) for each, bad in by_epoch]
+        keys: IntArray = np.concatenate([np.empty(0, np.int64), *found])
+        return keys
 
     def record_skip(self, epoch: int, start: int, stop: int) -> None:
         """Record that the positions ``start`` to ``stop`` are handed out on no rank, on purpose."""

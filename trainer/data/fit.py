@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from ..errors import TrainerConfigError
 from ..ranks.mesh import Mesh
+from .batches import list_tensors, sample_ids
 
 
 def check_share(loader: Any, mesh: Mesh, key: str = "loader") -> None:
@@ -28,3 +33,43 @@ def check_share(loader: Any, mesh: Mesh, key: str = "loader") -> None:
                 f"{rank_key}=mesh.replica, {size_key}=mesh.replicas, or penstock's loader mesh=mesh.device_mesh, with "
                 "mesh = open_mesh(config.parallel, world)"
             )
+
+
+def check_peers(batch: Any, mesh: Mesh) -> None:
+    """See that the ranks of a replica got the same batch, as far as they should; a collective.
+
+    Ranks that differ in ``tp`` alone need the same tensors. Stages may have other fields, and cuts of a sequence other
+    tokens: of these the sample ids are compared, where a loader adds them.
+
+    Raises:
+        TrainerConfigError: on every rank, naming two that differ.
+    """
+    if not mesh.is_spread:
+        return
+    ids = sample_ids(batch)
+    own = (_digest(batch), None if ids is None else _digest(torch.tensor(ids)))
+    everyones: list[tuple[str, str | None]] = [own] * mesh.world.world_size
+    dist.all_gather_object(everyones, own)
+    seen: dict[tuple[object, ...], int] = {}
+    for rank, (whole, some) in enumerate(everyones):
+        place = mesh.sizes.place(rank)
+        peers = [(("batch", place["dp"], place["pp"], place["cp"]), 0)]
+        peers += [(("ids", place["dp"]), 1)] if some is not None else []
+        for group, part in peers:
+            other = seen.setdefault(group, rank)
+            if everyones[other][part] != (whole, some)[part]:
+                raise TrainerConfigError(
+                    f"{mesh.describe(other)} and {mesh.describe(rank)} got different first batches, and both are of "
+                    f"replica {place['dp']}, whose ranks need the same samples; let the loader share them out over "
+                    "mesh.replicas by mesh.replica, or give penstock's loader mesh=mesh.device_mesh, and seed what it "
+                    "draws alike on ranks of a replica"
+                )
+
+
+def _digest(batch: Any) -> str:
+    mixed = hashlib.sha256()
+    for tensor in list_tensors(batch):
+        values = tensor.detach().cpu().contiguous()
+        mixed.update(f"{values.dtype} {tuple(values.shape)} ".encode())
+        mixed.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return mixed.hexdigest()

@@ -90,6 +90,11 @@ class ParallelConfig:
                         f"parallel.{key}={getattr(self, key)!r} needs sharding, and parallel.zero=0 has none; "
                         f"use parallel.zero=1, 2 or 3, or leave parallel.{key} out"
                     )
+        elif self.hybrid and self.ep > 1:
+            raise TrainerConfigError(
+                f"parallel.hybrid=True with parallel.ep={self.ep}: experts are sharded over the replicas ep leaves "
+                "alone, not by nodes; leave parallel.hybrid out"
+            )
         elif self.unused_parameters:
             raise TrainerConfigError(
                 f"parallel.unused_parameters=True is an option of zero=0, and parallel.zero={self.zero}; leave it out: "
@@ -98,8 +103,8 @@ class ParallelConfig:
 
     @property
     def is_spread(self) -> bool:
-        """Return whether a replica of the model lies on several ranks."""
-        return (self.pp, self.cp, self.tp) != (1, 1, 1)
+        """Return whether a replica of the model, or its experts, lie on several ranks."""
+        return (self.pp, self.cp, self.tp, self.ep) != (1, 1, 1, 1)
 
     def fill(self, world_size: int) -> MeshSizes:
         """The mesh of ``world_size`` ranks. Raises TrainerConfigError where the sizes do not divide them."""

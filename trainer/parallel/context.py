@@ -110,9 +110,12 @@ class ContextCut:
                 "labels that are shifted before, or add the place of each token in its sequence, (B, length) int64"
             )
         length = places.shape[1]
-        if length not in self._by_length:
-            self._by_length[length] = self._learn(places)
-        return self._by_length[length]
+        if length in self._by_length:
+            return self._by_length[length]
+        found = self._learn(places)
+        if len(places):  # one without rows does not tell
+            self._by_length[length] = found
+        return found
 
     def _learn(self, places: Tensor) -> Part:
         """The parts of all ranks; reads them on the host."""
@@ -172,7 +175,7 @@ class _Attention(TorchFunctionMode):
                 "within a part of the sequence; call it with need_weights=False"
             )
         kept = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = self._attend
+        F.scaled_dot_product_attention = self._attend  # type: ignore[assignment]
         try:
             return func(*args, **kwargs)
         finally:
@@ -236,7 +239,7 @@ class _Gathered(torch.autograd.Function):
         return whole if order is None else whole.index_select(dim, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         wide = gradient.float() if gradient.element_size() < 4 else gradient
         if ctx.order is not None:

@@ -1,13 +1,24 @@
-"""Experts spread over ranks: rows travel to the rank that holds their expert, and back (Lepikhin et al. 2021)."""
+"""Experts spread over ranks: rows travel to the rank that holds their expert, and back (Lepikhin et al. 2021).
+
+A module with ``num_experts`` and ``exchange`` has experts: the first dimension of its parameters counts them. Each of n
+ranks keeps consecutive ones, as DTensors, and ``exchange`` becomes an ``ExpertExchange``, by which forward reaches
+the others.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from ..errors import TrainerConfigError
+from ..ranks.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,7 +60,7 @@ class ExpertExchange:
         dist.all_to_all_single(ours, counts.contiguous(), group=self.group)
         by_rank = torch.stack([counts.view(self.ranks, -1).sum(1), ours.view(self.ranks, -1).sum(1)]).tolist()
         sent, received = by_rank
-        arrived = _Exchange.apply(rows, sent, received, self.group)
+        arrived = _Exchange.apply(rows, sent, received, self.group)  # type: ignore[no-untyped-call]
         # Rows come ordered by sender, and of each by expert.
         experts = torch.arange(len(counts) // self.ranks, device=rows.device).repeat(self.ranks)
         order = torch.repeat_interleave(experts, ours, output_size=sum(received)).argsort(stable=True)
@@ -58,7 +69,9 @@ class ExpertExchange:
     def send_back(self, rows: Tensor, journey: Journey) -> Tensor:
         """The results of the rows that this rank sent, in the order in which it sent them."""
         by_sender = torch.empty_like(rows).index_copy(0, journey.order, rows)
-        returned: Tensor = _Exchange.apply(by_sender, journey.received, journey.sent, self.group)
+        returned: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            by_sender, journey.received, journey.sent, self.group
+        )
         return returned
 
 
@@ -79,3 +92,55 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Process
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
+
+
+def spread_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Leave each rank its part of the experts of the model, which all ranks have whole.
+
+    Raises:
+        TrainerConfigError: there are none, or the ranks do not divide them.
+    """
+    found = [(name, one) for name, one in model.named_modules() if _has_experts(one)]
+    ranks = mesh.sizes.ep
+    if not found:
+        raise TrainerConfigError(
+            f"parallel.ep={ranks} spreads experts, and model={type(model).__name__} has none (modules with num_experts "
+            "and exchange, as the llama recipe's with experts); leave parallel.ep out"
+        )
+    assert mesh.expert_mesh is not None, "ep is more than 1"
+    exchange = ExpertExchange(mesh.expert_mesh.get_group())
+    for name, module in found:
+        if module.num_experts % ranks:
+            raise TrainerConfigError(
+                f"parallel.ep={ranks} does not divide the {module.num_experts} experts of {name!r}; use a divisor"
+            )
+        for key, parameter in list(module.named_parameters()):
+            own = parameter.detach().chunk(ranks)[exchange.rank].clone()
+            cut = DTensor.from_local(own, mesh.expert_mesh, [Shard(0)], run_check=False)
+            module.register_parameter(key, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        module.exchange = exchange
+
+
+def list_spread(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose experts are spread over ranks."""
+    return (module for module in model.modules() if isinstance(getattr(module, "exchange", None), ExpertExchange))
+
+
+def shard_experts(module: nn.Module, mesh: Mesh, arguments: Mapping[str, Any]) -> None:
+    """Shard experts over the ranks that hold the same; ``arguments`` are those of ``fully_shard`` for other modules."""
+    assert mesh.expert_replicas is not None, "experts are spread"
+    ranks = mesh.expert_replicas.size()
+    # By experts a rank could be left without any; by outputs all ranks have as much.
+    evenly = all(one.shape[1] % ranks == 0 for one in module.parameters())
+    fully_shard(
+        module,
+        **{**arguments, "mesh": mesh.expert_replicas},
+        shard_placement_fn=lambda parameter: Shard(1) if evenly else Shard(0),
+    )
+    assert isinstance(module, FSDPModule)
+    # Gradients of the tokens of all ranks came here: their sum over those that hold the same is the whole sum.
+    module.set_gradient_divide_factor(float(mesh.gradient_ranks))
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return hasattr(module, "num_experts") and hasattr(module, "exchange")

@@ -15,6 +15,7 @@ from ..ranks.mesh import Mesh
 from .buckets import choose_bucket_mb
 from .checks.limits import list_sparse
 from .config import ParallelConfig
+from .experts import list_spread
 from .precision import local_part
 
 _SHOWN = 5
@@ -49,7 +50,11 @@ class LocalExchange:
         self._overlaps = config.overlap
         self._may_be_unused = config.unused_parameters
         self._names = {one: name for name, one in model.named_parameters() if one.requires_grad}
-        self._buckets = _fill_buckets(list(self._names), config)
+        spread = {one for module in list_spread(model) for one in module.parameters()}
+        trained = list(self._names)
+        self._buckets = _fill_buckets([one for one in trained if one not in spread], config)
+        self._experts = _fill_buckets([one for one in trained if one in spread], config)
+        self._buckets += self._experts  # last: their ranks are others
         self._is_exchanging = False
         self._there: set[nn.Parameter] = set()
         self._sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
@@ -126,8 +131,12 @@ class LocalExchange:
         flat = torch.cat(parts)
         work = None
         if self._mesh.gradient_ranks > 1:
-            flat.div_(self._mesh.gradient_ranks)
-            work = dist.all_reduce(flat, group=self._mesh.gradient_group, async_op=True)
+            flat.div_(self._mesh.gradient_ranks)  # of experts, too: they have the gradients of all tokens that came
+            group = self._mesh.gradient_group
+            if bucket in self._experts:
+                assert self._mesh.expert_replicas is not None, "experts are spread"
+                group = self._mesh.expert_replicas.get_group()
+            work = dist.all_reduce(flat, group=group, async_op=True)
         self._sent.append((bucket, flat, work))
 
     def _list_used(self) -> dict[nn.Parameter, bool]:

@@ -35,6 +35,7 @@ from .checks.limits import (
 from .checks.parameters import check_same_model
 from .checks.usage import ModuleOrder, ParameterUsage
 from .config import ParallelConfig
+from .experts import list_spread, shard_experts
 from .gathered import list_rounded, set_formats
 from .local_exchange import LocalExchange, has_cut_weights, is_cut
 from .materialise import Initialiser, Materialiser
@@ -163,11 +164,7 @@ class ParallelModel:
         )
         self._master_weights = MasterWeights(model)
         self._exchanges_last: bool | None = None
-        self._accountants: list[Any] = [
-            module
-            for module in model.modules()
-            if all(hasattr(module, name) for name in ("after_update", "forget_step"))
-        ]
+        self._accountants: list[Any] = [one for one in model.modules() if hasattr(one, "after_update")]
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
         after = dict(model.named_parameters())
@@ -271,7 +268,7 @@ class ParallelModel:
 
     def _add_up(self, amount: torch.Tensor) -> torch.Tensor:
         if self.exchanges:
-            dist.all_reduce(amount)
+            dist.all_reduce(amount, group=self.mesh.gradient_group)
         return amount
 
     def activity(self) -> dict[str, str]:
@@ -392,6 +389,8 @@ def _shard(
         if config.cpu_offload
         else OffloadPolicy(),
     }
+    for experts in list_spread(model):
+        shard_experts(experts, mesh, arguments)
     apart = [] if precision.dtype == "fp32" else keep_ties(model, list_batch_norms(model))
     for part in [*apart, *reversed([block for block in blocks if block not in apart]), model]:
         materialiser.materialise(part)  # whole for a moment, as in forward, and then in shards

@@ -1,4 +1,4 @@
-"""How each replica lies on several ranks: what cuts its weights and sequences, and what computing it so needs."""
+"""Spreading of each replica over several ranks: cuts of its weights and sequences, and what computing it needs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import TrainerConfigError
+from ..errors import TrainerConfigError, TrainerError
+from ..imports import describe_error
 from ..ranks.mesh import Mesh
 from .checks.peers import PeersCheck
 from .config import ParallelConfig
 from .context import ContextCut
+from .experts import spread_experts
 from .pipeline.pipeline import Pipeline
 from .tensor import TensorPlan, spread_losses
 
@@ -23,7 +26,7 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 class ReplicaSpread:
-    """Cuts a replica over the ranks of ``mesh`` along pp, tp and cp. Its parts have the mutable state.
+    """Cuts a replica along pp, tp and cp of ``mesh``, and experts along ep. Its parts have the mutable state.
 
     Raises:
         TrainerConfigError: the model cannot be cut as ``config`` says.
@@ -32,9 +35,11 @@ class ReplicaSpread:
     def __init__(self, model: nn.Module, config: ParallelConfig, mesh: Mesh, pipeline: Pipeline | None = None) -> None:
         assert mesh.device_mesh is not None, "a replica lies on several ranks"
         self._pipeline = pipeline
+        self._tp = config.tp
         self._plan = TensorPlan(model, config) if config.tp > 1 else None
         self._peers = PeersCheck(mesh.device_mesh["tp"]) if config.tp > 1 else None
         self._context = ContextCut(mesh) if config.cp > 1 else None
+        self._model = model
 
     def cut(self, mesh: Mesh) -> None:
         """Cut the weights of the model, which are the same on all ranks; those that are cut become DTensors."""
@@ -43,6 +48,8 @@ class ReplicaSpread:
         if self._plan is not None:
             assert mesh.device_mesh is not None, "a replica lies on several ranks"
             self._plan.cut(mesh.device_mesh["tp"])
+        if mesh.sizes.ep > 1:
+            spread_experts(self._model, mesh)
 
     @contextmanager
     def computing(self, batch: Any) -> Iterator[None]:
@@ -57,15 +64,13 @@ class ReplicaSpread:
             return loss
 
         def compute(model: nn.Module, batch: Any) -> Any:
-            with _named_if_mixed(plan):
+            with self._named_if_it_does_not_fit():
                 found = loss(model, batch)
             if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
                 return found
-            total, count = found
-            if plan.cuts_losses and isinstance(total, DTensor):
-                total = total.full_tensor()
-            if isinstance(count, DTensor):
-                count = count.full_tensor()
+            total, count = (
+                one.full_tensor() if isinstance(one, DTensor) and plan.cuts_losses else one for one in found
+            )
             if total.ndim == 0 and not isinstance(total, DTensor):
                 peers.see_loss(total)
             return total, count
@@ -81,19 +86,27 @@ class ReplicaSpread:
         if self._peers is not None:
             self._peers.see_gradients(model.named_parameters())
 
-
-@contextmanager
-def _named_if_mixed(plan: TensorPlan) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as exc:
-        if _MIXED not in str(exc):
+    @contextmanager
+    def _named_if_it_does_not_fit(self) -> Iterator[None]:
+        """Say of torch's errors about shapes, in the first loss, that they may be the plan's."""
+        assert self._plan is not None, "weights are cut"
+        assert self._peers is not None, "weights are cut"
+        try:
+            yield
+        except (TrainerError, torch.OutOfMemoryError):
             raise
-        cure = (
-            "the loss takes scores that are cut by classes, of which F.cross_entropy alone can be computed: use that, "
-            'or gather them, by "colwise_gathered" in the place of "loss"'
-            if plan.cuts_losses
-            else "forward uses a weight that the plan cuts outside of its module, or what a module of the plan returns "
-            "as a DTensor: give that module a style whose output is local"
-        )
-        raise TrainerConfigError(f"parallel.plan: {cure}. Torch says: {str(exc).splitlines()[0]}") from exc
+        except (RuntimeError, IndexError, ValueError) as exc:
+            if self._plan.cuts_losses and _MIXED in str(exc):
+                raise TrainerConfigError(
+                    "parallel.plan: the loss takes scores that are cut by classes, of which F.cross_entropy alone can "
+                    'be computed: use that, or gather them, by "colwise_gathered" in the place of "loss". Torch says: '
+                    f"{str(exc).splitlines()[0]}"
+                ) from exc
+            if self._peers.has_loss:
+                raise
+            raise TrainerConfigError(
+                f"the first loss with parallel.tp={self._tp} raised {describe_error(exc)}. If it does not with "
+                "parallel.tp=1, parallel.plan cuts what forward or the loss takes for the whole, or leaves whole what "
+                'they take for a part: "colwise" comes before "rowwise", and what is read in between must take as many '
+                "columns as there are"
+            ) from exc

@@ -54,7 +54,9 @@ class LossParallel(ColwiseParallel):
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
         if torch.is_grad_enabled():
-            return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+            return ColwiseParallel._prepare_output_fn(  # type: ignore[no-untyped-call]
+                output_layouts, use_local_output, mod, outputs, device_mesh
+            )
         return outputs.full_tensor()
 
 
@@ -136,11 +138,11 @@ class TensorPlan:
                 module.register_forward_pre_hook(partial(_check_length, name, self._tp))
         for ties in self._ties:
             held = [(self._model.get_submodule(name), key) for name, key in ties if _holds(self._model, name, key)]
+            placed = [getattr(module._parameters[key], "placements", None) for module, key in held]
+            if any(one != placed[0] for one in placed):
+                raise self._refuse_ties(ties)
             for module, key in held[1:]:
-                first, one = (owner._parameters[key_] for owner, key_ in (held[0], (module, key)))
-                if not isinstance(first, DTensor) or first.placements != getattr(one, "placements", None):
-                    raise self._refuse_ties(ties)
-                module.register_parameter(key, first)
+                module.register_parameter(key, held[0][0]._parameters[held[0][1]])
 
     def _has_style(self, tie: tuple[str, str]) -> bool:
         return tie[0] in self._styles

@@ -72,10 +72,25 @@ class MeshSizes:
             rank, place[name] = divmod(rank, getattr(self, name))
         return {name: place[name] for name in DIMS}
 
+    @property
+    def is_spread(self) -> bool:
+        """Return whether a replica of the model, or its experts, lie on several ranks."""
+        return (self.pp, self.cp, self.tp, self.ep) != (1, 1, 1, 1)
+
+    def describe_place(self, rank: int) -> str:
+        """A rank's place along dimensions that have more than one, ``pp 1, tp 1``; empty where ranks are replicas."""
+        place = (f"{name} {at}" for name, at in self.place(rank).items() if getattr(self, name) > 1)
+        return ", ".join(place) if self.is_spread else ""
+
     def describe(self, rank: int) -> str:
-        """The rank in words, with its place along each dimension that has more than one: ``rank 5 (pp 1, tp 1)``."""
-        place = ", ".join(f"{name} {at}" for name, at in self.place(rank).items() if getattr(self, name) > 1)
-        return f"rank {rank} ({place})" if place and (self.pp, self.cp, self.tp) != (1, 1, 1) else f"rank {rank}"
+        """The rank in words, with its place: ``rank 5 (pp 1, tp 1)``."""
+        place = self.describe_place(rank)
+        return f"rank {rank} ({place})" if place else f"rank {rank}"
+
+    def to_dict(self) -> dict[str, int]:
+        """Ranks by dimension, of those with more than one, where replicas lie on several; else empty."""
+        sizes = {name: getattr(self, name) for name in (*DIMS, "ep")}
+        return {name: size for name, size in sizes.items() if size > 1} if self.is_spread else {}
 
 
 class Mesh:
@@ -100,6 +115,10 @@ class Mesh:
         """Ranks of one pipeline stage: (dp, cp, tp). They run the same modules."""
         self.pipeline_group: ProcessGroup | None = None
         """Stages of one replica: (pp)."""
+        self.expert_mesh: DeviceMesh | None = None
+        """Ranks over which experts are spread: (ep), a part of dp; None where they are not."""
+        self.expert_replicas: DeviceMesh | None = None
+        """Ranks with the same experts and other tokens: what of (dp, cp) is not ep."""
         if not self.is_spread:
             return
         shape = tuple(getattr(self.sizes, name) for name in DIMS)
@@ -107,11 +126,16 @@ class Mesh:
         self.pipeline_group = self.device_mesh.get_group("pp")
         self.gradient_group = self._group("pp", "tp")
         self.stage_group = self._group("pp")
+        if self.sizes.ep > 1:
+            inside = (self.sizes.dp // self.sizes.ep, self.sizes.ep)
+            whole = self.device_mesh._unflatten("dp", inside, ("edp", "ep"))
+            self.expert_mesh = whole["ep"]
+            self.expert_replicas = whole["edp", "cp"]._flatten("edp_cp") if self.sizes.cp > 1 else whole["edp"]
 
     @property
     def is_spread(self) -> bool:
         """Return whether a replica of the model lies on several ranks."""
-        return (self.sizes.pp, self.sizes.cp, self.sizes.tp) != (1, 1, 1)
+        return self.sizes.is_spread
 
     @property
     def replicas(self) -> int:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812
 
 from ..errors import TrainerConfigError
@@ -69,6 +70,8 @@ class Router(nn.Module):
 
     ``bias`` (experts,) is added to scores for the choice alone; it is moved by ``balance``, not by a gradient.
     """
+
+    bias: Tensor
 
     def __init__(self, width: int, config: ExpertsConfig, std: float) -> None:
         super().__init__()
@@ -136,7 +139,8 @@ class Experts(nn.Module):
         return self.exchange.send_back(self._compute(arrived, own), journey)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        weights = self.gate_proj, self.up_proj, self.down_proj
+        stacked = self.gate_proj, self.up_proj, self.down_proj
+        weights = tuple(one.to_local() if isinstance(one, DTensor) else one for one in stacked)
         if rows.is_meta:  # numbers are not known there; each row costs as much with any expert
             gate, up, down = (weight[0] for weight in weights)
             return F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
@@ -148,7 +152,7 @@ class Experts(nn.Module):
         return torch.cat(
             [
                 F.linear(F.silu(F.linear(own, gate)) * F.linear(own, up), down)
-                for own, gate, up, down in zip(rows.split(counts.tolist()), *weights, strict=True)
+                for own, gate, up, down in zip(torch.split(rows, counts.tolist()), *weights, strict=True)
             ]
         )
 

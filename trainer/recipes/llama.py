@@ -161,7 +161,7 @@ class Llama(nn.Module):
         return scores
 
     def parallelize_plan(self) -> Mapping[str, ParallelStyle | str]:
-        """How tensor parallelism cuts the model where no other plan is given."""
+        """The plan of tensor parallelism where no other is given."""
         return plan(self)
 
 

@@ -90,6 +90,13 @@ class Component:
             args = f" with {self.key}.args={dict(self.args)!r}" if self.args else ""
             raise RecipeError(f"{self.key}.use={self.use!r}{args} raised {describe_error(exc)}") from exc
 
+    def takes(self, name: str) -> bool:
+        """Return whether the callable has an argument of this name."""
+        try:
+            return name in inspect.signature(self.check()).parameters
+        except (TypeError, ValueError):
+            return False
+
     def _check_arguments(self, found: Callable[..., Any], given: int) -> None:
         try:
             signature = inspect.signature(found)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..compression.compression import CompressionStats
 from ..errors import TrainerError
-from ..ranks.world import World
+from ..ranks.mesh import Mesh
 from ..steps.step import StepResult
 from ..stopwatch import Stopwatch
 from .config import ReportConfig
@@ -60,13 +60,14 @@ class Recorder:
         self._compute: Compute | None = None
         self._is_telling = self._is_closed = False
 
-    def open(self, given: Sequence[Observer | Callbacks], config: ReportConfig, output_dir: Path, world: World) -> None:
+    def open(self, given: Sequence[Observer | Callbacks], config: ReportConfig, output_dir: Path, mesh: Mesh) -> None:
         """Pass records to the given observers and those of the config from now on, and close them; a collective.
 
         Raises:
             TrainerError: on every rank, if one of the config's observers could not be opened.
         """
         problem: list[TrainerError | None] = [None]
+        world = mesh.world
         self._device = world.device
         if world.is_first:
             try:
@@ -80,6 +81,7 @@ class Recorder:
         if config.status_s is not None:
             self._status = StatusWriter(
                 world,
+                mesh.sizes,
                 self._progress,
                 self._stopwatch,
                 LoaderNumbers(self._loader.loader),
@@ -88,13 +90,15 @@ class Recorder:
                 total_steps=self._total_steps,
             )
 
-    def start(self, world: World, model: nn.Module, settings: Values) -> None:
+    def start(self, mesh: Mesh, model: nn.Module, settings: Values) -> None:
         """Record that training begins, or begins again, on these ranks; and start timing the steps."""
         self._set_state("training")
+        world, sizes = mesh.world, mesh.sizes.to_dict()
         self.record(
             "start",
             {
                 "world_size": world.world_size,
+                **({"mesh": ", ".join(f"{name} {size}" for name, size in sizes.items())} if sizes else {}),
                 "num_nodes": world.num_nodes,
                 "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 "device": device_name(world.device),

@@ -36,6 +36,8 @@ class StartRecord(Record):
     kind: ClassVar[str] = "start"
 
     world_size: int
+    mesh: str | None = None
+    """Ranks by dimension, ``dp 2, tp 2``, where each replica of the model lies on several."""
     num_nodes: int
     restarts: int
     """How often torchrun has started the ranks again."""

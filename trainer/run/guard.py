@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ..checkpoint.traffic import TRAFFIC
 from ..errors import TrainerError
+from ..ranks.mesh import MeshSizes
 from ..ranks.world import World
 from ..report.progress import Progress
 from ..stopwatch import Stopwatch
@@ -75,7 +76,7 @@ class Guard:
 
     The stopwatch tells the watchdog each phase of this rank, with its step and epoch; ``activities`` add details to the
     phases that they are named for, and ``progress_of`` tells how far those have come. With ``traces`` a SIGUSR2 asks
-    for a trace.
+    for a trace. ``sizes`` are those of the mesh, by which ranks are named.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class Guard:
         activities: Mapping[str, Activity],
         progress_of: Mapping[str, Advance],
         traces: bool = False,
+        sizes: MeshSizes | None = None,
     ) -> None:
         self._world = world
+        self._sizes = MeshSizes(dp=world.world_size) if sizes is None else sizes
         self._progress = progress
         self._stopwatch = stopwatch
         self._stall_timeout_s = stall_timeout_s
@@ -129,9 +132,9 @@ class Guard:
         found = find_stepping(self._watchdog.store, others, f"end/{epoch}/{step}", rank=rank, step=step)
         if found is not None:
             raise TrainerError(
-                f"step {step}: in epoch {epoch} the loader of rank {rank} gave {given} batches and len(loader) says "
-                f"{length}, and rank {found} has one more; give every rank as many, or take the length away, so that "
-                "an epoch ends on all ranks with the first of them"
+                f"step {step}: in epoch {epoch} the loader of {self._sizes.describe(rank)} gave {given} batches and "
+                f"len(loader) says {length}, and {self._sizes.describe(found)} has one more; give every rank as many, "
+                "or take the length away, so that an epoch ends on all ranks with the first of them"
             )
 
     def __enter__(self) -> Self:
@@ -176,7 +179,8 @@ class Guard:
 
     def _start_watchdog(self, stall_timeout_s: float) -> Watchdog:
         COMPILING.listen()
-        watchdog = Watchdog(self._world, stall_timeout_s, report_folder=self._report_folder)
+        place = self._sizes.describe_place(self._world.rank)
+        watchdog = Watchdog(self._world, stall_timeout_s, report_folder=self._report_folder, place=place)
         progress, activities, progress_of = self._progress, self._activities, self._progress_of
         self._stopwatch.entered = lambda name: watchdog.phase(
             name,

@@ -71,7 +71,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _comparable(value: Any) -> Any:
-    """What is equal, and can be sent, where two ranks were given the same: of functions and objects, their names."""
+    """Return what is equal, and can be sent, where ranks were given the same: of functions and objects, names."""
     if isinstance(value, Mapping):
         return {key: _comparable(one) for key, one in value.items()}
     if isinstance(value, str | int | float | tuple | NoneType):
@@ -183,8 +183,8 @@ def refuse_unlike_weights(model: nn.Module, mesh: Mesh) -> None:
     ends = torch.cat((norms, -norms)).to(mesh.world.device)
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.gradient_group)
     largest, least = ends[: len(named)].tolist(), ends[len(named) :].neg().tolist()
-    found = ((name, high, low) for (name, _), high, low in zip(named, largest, least, strict=True))
-    unlike = next((one for one in found if one[1] - one[2] > _ROUNDING * one[1] + _LEAST), None)
+    bounds = ((name, high, low) for (name, _), high, low in zip(named, largest, least, strict=True))
+    unlike = next((one for one in bounds if one[1] - one[2] > _ROUNDING * one[1] + _LEAST), None)
     if mesh.is_spread:  # each part of the model is compared by ranks of its own
         everywhere: list[tuple[str, float, float] | None] = [None] * mesh.world.world_size
         dist.all_gather_object(everywhere, unlike)

@@ -54,6 +54,8 @@ class Beat:
     sequence: int = 0
     host: str = ""
     """The name of its machine."""
+    place: str = ""
+    """Its place in a mesh that spreads each replica over several ranks."""
     has_store: bool = True
     """Of rank 0: whether the key-value store is on its machine, and not on that of another torchrun agent."""
 
@@ -206,26 +208,31 @@ def _sentence(culprits: Sequence[int], sightings: Mapping[int, Sighting], now_s:
     if len(culprits) > _NAMED_OTHERS:
         causes.append(f"{len(culprits) - _NAMED_OTHERS} more ranks likewise")
     others = [rank for rank in sightings if rank not in culprits]
-    named = [f"rank {rank} {describe(sightings[rank], now_s)}" for rank in others[:_NAMED_OTHERS]]
+    named = [f"{_name(rank, sightings[rank])} {describe(sightings[rank], now_s)}" for rank in others[:_NAMED_OTHERS]]
     if len(others) > _NAMED_OTHERS:
         named.append(f"{len(others) - _NAMED_OTHERS} more")
     return "; ".join(causes) + (f". The others: {'; '.join(named)}" if named else "")
 
 
 def _cause(rank: int, sighting: Sighting, now_s: float) -> str:
-    beat, doing = sighting.beat, describe(sighting, now_s)
+    beat, doing, name = sighting.beat, describe(sighting, now_s), _name(rank, sighting)
     if beat is None:
-        return f"rank {rank} has not been heard of for {sighting.silent_s(now_s):.1f} s since the start"
+        return f"{name} has not been heard of for {sighting.silent_s(now_s):.1f} s since the start"
     if beat.state is State.FAILED:
         spent_s = round(sighting.in_phase_s(now_s))
         after = f" after {spent_s} s" if spent_s else ""  # most errors come at once
-        return f"rank {rank} failed {_place(beat)}{after}: {beat.error}"
+        return f"{name} failed {_place(beat)}{after}: {beat.error}"
     if beat.state is State.BROKEN_OFF:
-        return f"a collective failed on rank {rank} {doing}: {beat.error}"
+        return f"a collective failed on {name} {doing}: {beat.error}"
     if _is_silent(sighting, now_s):
         host = f", {beat.host}," if beat.host else ""
         return (
-            f"rank {rank} has sent no heartbeat for {sighting.silent_s(now_s):.1f} s (its process is dead, stopped or "
+            f"{name} has sent no heartbeat for {sighting.silent_s(now_s):.1f} s (its process is dead, stopped or "
             f"starved, or its host{host} is down or cut off), last seen {doing}"
         )
-    return f"rank {rank} is stalled {doing}"
+    return f"{name} is stalled {doing}"
+
+
+def _name(rank: int, sighting: Sighting) -> str:
+    place = "" if sighting.beat is None else sighting.beat.place
+    return f"rank {rank} ({place})" if place else f"rank {rank}"

@@ -57,10 +57,13 @@ class Watchdog:
 
     Within ``stall_timeout_s`` of a stall, failure or death every rank prints which rank it was, what it was doing and
     for how long, writes this with its own stacks to ``report_folder``, and stops: with StallError if its main thread
-    calls ``phase`` or leaves the context, else by ending the process with EXIT_STALLED.
+    calls ``phase`` or leaves the context, else by ending the process with EXIT_STALLED. ``place`` is this rank's in the
+    mesh, with which it is named.
     """
 
-    def __init__(self, world: World, stall_timeout_s: float, *, report_folder: str | Path | None = None) -> None:
+    def __init__(
+        self, world: World, stall_timeout_s: float, *, report_folder: str | Path | None = None, place: str = ""
+    ) -> None:
         if not stall_timeout_s > 0:
             raise TrainerConfigError(f"stall_timeout_s={stall_timeout_s} must be more than 0")
         if not dist.is_initialized():
@@ -70,7 +73,7 @@ class Watchdog:
         self._report_folder = None if report_folder is None else Path(report_folder)
         self._tick_s = min(max(stall_timeout_s / _TICKS_PER_TIMEOUT, _TICK_S[0]), _TICK_S[1])
         now_s = time.monotonic()
-        self._host = socket.gethostname()
+        self._whereabouts = {"host": socket.gethostname(), "place": place}
         self._beat = Beat(phase="start", timeout_s=stall_timeout_s)
         self._phase_began_s = now_s
         self._activity: tuple[int, Activity] | None = None  # of the phase with this count
@@ -220,7 +223,7 @@ class Watchdog:
         """Send this rank's beat, read the others', and judge: one or two round trips, a few hundred bytes per rank."""
         now_s = time.monotonic()
         self._notice_suspension(now_s)
-        beat = replace(self._own_beat(), sequence=sequence, host=self._host, has_store=self._has_store)
+        beat = replace(self._own_beat(), sequence=sequence, has_store=self._has_store, **self._whereabouts)
         if beat.state is State.BROKEN_OFF:
             beat = replace(beat, broken_s=now_s - self._broke_at_s)
         self.store.set(f"beat/{self._world.rank}", beat.to_text())
@@ -327,7 +330,8 @@ class Watchdog:
 
     def _report(self, verdict: str) -> None:
         rank, doing = self._world.rank, describe(self._own_sighting(), time.monotonic())
-        write_report(f"penstock watchdog on rank {rank}: training stops: {verdict}\n", doing, self._report_folder, rank)
+        name = f"rank {rank} ({self._whereabouts['place']})" if self._whereabouts["place"] else f"rank {rank}"
+        write_report(f"penstock watchdog on {name}: training stops: {verdict}\n", doing, self._report_folder, rank)
 
     def _own_sighting(self) -> Sighting:
         return Sighting(beat=self._own_beat(), changed_at_s=time.monotonic())

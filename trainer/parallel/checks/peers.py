@@ -25,7 +25,7 @@ class PeersCheck:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._has_loss = self._has_gradients = False
+        self.has_loss = self._has_gradients = False
 
     def see_loss(self, loss: Tensor) -> None:
         """Compare the first loss; a collective.
@@ -33,9 +33,9 @@ class PeersCheck:
         Raises:
             TrainerConfigError: on every rank, if the ranks' losses differ.
         """
-        if self._has_loss:
+        if self.has_loss:
             return
-        self._has_loss = True
+        self.has_loss = True
         least, most = self._range(loss.detach().double().reshape(1))
         if float(most - least) > _ROUNDING * float(most.abs().maximum(least.abs())):
             raise TrainerConfigError(

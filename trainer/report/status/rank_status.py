@@ -27,6 +27,7 @@ class RankStatus:
     """One rank at ``time``; rates and seconds are those of the last ``window_s`` seconds.
 
     Attributes:
+        place, replica_ranks: its place in a mesh where each replica lies on several ranks, and how many these are.
         state: "idle" is between two calls of ``train``; "ended", "stopped" (by a signal) and "failed" are final.
         error: why it failed.
         stopped_by, resumes_at: the signal, and the step at which a new start resumes; None where nothing was saved.
@@ -44,6 +45,8 @@ class RankStatus:
 
     rank: int
     world_size: int
+    place: str = ""
+    replica_ranks: int = 1
     host: str
     pid: int
     device: str
@@ -129,6 +132,7 @@ def parse_status(text: str | bytes) -> RankStatus | None:
     if not are_maps or not isinstance(status.loader_levels, list):
         return None
     counts = (status.rank, status.world_size, status.sequence, status.step, status.epoch, status.steps)
+    counts = (*counts, status.replica_ranks)
     numbers = [status.time, status.every_s, status.began_s, status.window_s, status.phase_s]
     numbers += [number for one in maps for number in one.values()]
     may_lack = (status.total_steps, status.resumes_at, status.step_s, status.samples_per_s)
@@ -137,7 +141,7 @@ def parse_status(text: str | bytes) -> RankStatus | None:
     is_sound = (
         all(isinstance(one, int) and 0 <= one < 1 << 63 for one in counts)
         and all(isinstance(one, (int, float)) and abs(one) < math.inf for one in numbers)
-        and all(isinstance(one, str) for one in (*texts, status.advice, *status.loader_levels))
+        and all(isinstance(one, str) for one in (*texts, status.place, status.advice, *status.loader_levels))
     )
     return status if is_sound and status.rank < status.world_size <= _MOST_RANKS else None
 

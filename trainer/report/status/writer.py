@@ -15,6 +15,7 @@ from typing import Any
 from ....storage.files import write_whole
 from ....storage.observability.process_usage import read_traffic
 from ....storage.threads.interruptible import Event, Thread
+from ...ranks.mesh import MeshSizes
 from ...ranks.world import World
 from ...stopwatch import Stopwatch
 from ..flops import device_name
@@ -77,6 +78,7 @@ class StatusWriter:
     def __init__(
         self,
         world: World,
+        sizes: MeshSizes,
         progress: Progress,
         stopwatch: Stopwatch,
         loader: LoaderNumbers,
@@ -86,6 +88,7 @@ class StatusWriter:
         total_steps: int | None,
     ) -> None:
         self._world, self._progress, self._stopwatch, self._loader = world, progress, stopwatch, loader
+        self._sizes = sizes
         self._output_dir = output_dir
         self._total_steps = total_steps
         self.every_s = max(every_s, world.world_size / _FILES_PER_S)
@@ -194,6 +197,8 @@ class StatusWriter:
         return RankStatus(
             rank=self._world.rank,
             world_size=self._world.world_size,
+            place=self._sizes.describe_place(self._world.rank),
+            replica_ranks=self._world.world_size // self._sizes.dp,
             host=socket.gethostname(),
             pid=os.getpid(),
             device=device_name(self._world.device),

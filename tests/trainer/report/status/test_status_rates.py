@@ -14,6 +14,7 @@ from penstock.loader.counters import Counters, Levels
 from penstock.loader.metrics import LoaderMetrics
 from penstock.storage.observability.counts import StoreCounts
 from penstock.trainer import World
+from penstock.trainer.ranks.mesh import MeshSizes
 from penstock.trainer.report.progress import Progress
 from penstock.trainer.report.status.loader_numbers import LoaderNumbers
 from penstock.trainer.report.status.rank_status import RankStatus
@@ -43,7 +44,7 @@ class Rank:
         self.progress, self.stopwatch, self.loader = Progress(), Stopwatch(), Loader()
         numbers = LoaderNumbers(self.loader)
         options: dict[str, Any] = {"output_dir": folder, "every_s": 1e6, "total_steps": None}
-        self.writer = StatusWriter(world, self.progress, self.stopwatch, numbers, **options)
+        self.writer = StatusWriter(world, MeshSizes(), self.progress, self.stopwatch, numbers, **options)
         while self.writer.newest is None:  # its thread writes once, and then waits
             time.sleep(0.01)
         self.writer.state = "training"
