@@ -75,6 +75,7 @@ class _Run:
     have_gradients: bool = True
     calls: dict[str, int] = field(default_factory=dict)
     begun: bool = False
+    is_refused: bool = False
     inside: str = ""
     outgoing: list[Any] | None = None
 
@@ -185,7 +186,7 @@ class StagedModel:
         except _ForwardIsOver:
             pass
         except TrainerConfigError:
-            if run.stage == last or run.outgoing is None:
+            if run.is_refused or run.stage == last or run.outgoing is None:
                 raise  # what comes after is another stage's
         finally:
             self._run = None
@@ -265,6 +266,7 @@ class StagedModel:
         if run is None or run.stage not in (stage, stage - 1):
             return None
         if run.begun if run.stage == stage else run.outgoing is not None:
+            run.is_refused = True
             raise TrainerConfigError(
                 f"parallel.stages: stage {stage} begins with {name!r}, and a loss calls it twice; let each stage begin "
                 "with a module that a loss calls once"

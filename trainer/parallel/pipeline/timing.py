@@ -1,4 +1,4 @@
-"""Stages of about equal times: how long each module takes in a forward and a backward, measured on this machine."""
+"""Stages of about equal times: how long each module takes in a forward, measured on this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _RUNS = 3
 def split_by_time(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any, stages: int) -> list[str]:
     """Names for ``parallel.stages``, such that the slowest of ``stages`` stages takes as short as can be.
 
-    ``batch`` is one microbatch on the device of the whole model, which is run some times, forwards and backwards; its
-    gradients are taken away, and buffers, as of batch norms, have seen the batch. Give all ranks what one has measured.
+    ``batch`` is one microbatch on the device of the whole model, whose forward is run some times; a backward takes
+    about twice that of each. Buffers, as of batch norms, have seen the batch. Give all ranks what one has measured.
     """
     return split_evenly(model, stages, measure_units(model, loss, batch))
 
@@ -33,8 +33,8 @@ def measure_units(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch
     try:
         for number in range(_RUNS + 1):
             clock.seconds = {}
-            loss(model, batch)[0].backward()
-            model.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                loss(model, batch)
             if number:  # the first one warms up
                 best = {name: min(one, best.get(name, one)) for name, one in clock.seconds.items()}
     finally:
@@ -44,7 +44,7 @@ def measure_units(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch
 
 
 class _Clock:
-    """Adds up the seconds between hooks, by unit. A backward counts for the unit whose outputs have a gradient next."""
+    """Adds up the seconds of units' forwards."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}
@@ -61,8 +61,6 @@ class _Clock:
         return [
             module.register_forward_pre_hook(begin),
             module.register_forward_hook(end),
-            module.register_full_backward_pre_hook(begin),
-            module.register_full_backward_hook(end),
         ]
 
     def _now(self) -> float:
