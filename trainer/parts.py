@@ -13,17 +13,19 @@ from torch.optim import Optimizer
 from .compression.compression import Compression
 from .computing import ComputeClock
 from .config import TrainerConfig
+from .data.batches import find_rows
 from .errors import TrainerConfigError
 from .parallel.activation import compile_model, recompute_activations
-from .parallel.config import ParallelConfig
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory, ParallelModel
 from .parallel.passes import Passes, PlainPasses
+from .parallel.pipeline.passes import PipelinePasses
+from .parallel.pipeline.pipeline import Pipeline, Rows
 from .parallel.spread import ReplicaSpread
 from .ranks.mesh import Mesh
 from .run.length import effective_batch_size
 from .steps.loss import LossFunction
-from .steps.microbatches import Microbatches
+from .steps.microbatches import Microbatches, cut_batch
 from .steps.probe import MemoryProbe, describe_memory, find_batch_norms
 from .steps.schedule import Schedule
 from .steps.step import StepRunner
@@ -43,19 +45,26 @@ class Parts:
     microbatches: Microbatches
 
 
-def find_spread(parallel: ParallelConfig, model: nn.Module, mesh: Mesh) -> ReplicaSpread | None:
-    """Find what cuts the model over the ranks of each replica; None where these are single ranks.
+def find_spread(config: TrainerConfig, model: nn.Module, mesh: Mesh) -> tuple[ReplicaSpread | None, Pipeline | None]:
+    """Find what cuts the model over the ranks of each replica, None where these are single ranks; and its stages.
 
     Raises:
         TrainerConfigError: the model cannot be cut so.
     """
-    for key in ("pp",):
-        if getattr(parallel, key) > 1:
+    parallel = config.parallel
+    for key in ("tp", "cp", "ep"):
+        if parallel.pp > 1 and getattr(parallel, key) > 1:
             raise TrainerConfigError(
-                f"parallel.{key}={getattr(parallel, key)} is not there yet; leave it out, and use parallel.zero=3 for "
-                "a model that does not fit"
+                f"parallel.pp={parallel.pp} with parallel.{key}={getattr(parallel, key)} is not there yet; leave one "
+                "of them out"
             )
-    return ReplicaSpread(model, parallel, mesh) if mesh.is_spread else None
+    if not mesh.is_spread:
+        return None, None
+    pipeline = None
+    if parallel.pp > 1:
+        pipeline = Pipeline(model, parallel, mesh, Rows(count=find_rows, cut=cut_batch))
+        pipeline.check_split(config.activation.every, compiled=config.compile.enabled)
+    return ReplicaSpread(model, parallel, mesh, pipeline), pipeline
 
 
 def make_parts(
@@ -76,7 +85,7 @@ def make_parts(
     ``clock``, where there is one, measures what this rank computes.
     """
     world = mesh.world
-    spread = find_spread(config.parallel, model, mesh)
+    spread, pipeline = find_spread(config, model, mesh)
     compile_model(model, config.compile, config.parallel, world, config.activation)
     recompute_activations(model, config.activation)
     parallel = ParallelModel(
@@ -90,10 +99,13 @@ def make_parts(
         seed=config.seed,
         initialise=initialise,
         spread=spread,
+        stages_of=None if pipeline is None else pipeline.stages_of(),
     )
     if spread is not None:
         loss = spread.watch_loss(loss)
     adopted = parallel.adopt_optimizer(optimizer)
+    if pipeline is not None:
+        parallel.stages = pipeline.agree_on_names(adopted)
     schedule = Schedule(
         config.schedule,
         adopted,
@@ -104,7 +116,12 @@ def make_parts(
         clock.listen(parallel.module)
     compression = Compression(parallel.module, adopted, config.compression, world, clock=clock)
     is_owed = config.compression.remembers and world.world_size > parallel.copies
-    passes = PlainPasses(parallel, config.precision, stopwatch.phase, nullcontext if clock is None else clock.computing)
+    computing = nullcontext if clock is None else clock.computing
+    passes: Passes
+    if pipeline is None:
+        passes = PlainPasses(parallel, config.precision, stopwatch.phase, computing)
+    else:
+        passes = PipelinePasses(pipeline, parallel, config.precision, stopwatch.phase)
     steps = StepRunner(
         parallel,
         adopted,

@@ -144,6 +144,7 @@ class DistributedTrainer:
             clock=None if self._shares is None else self._shares.clock,
         )
         self.parallel, self.optimizer, self.schedule = parts.parallel, parts.optimizer, parts.schedule
+        self._passes = parts.passes
         self.compression, self.steps, self._microbatches = parts.compression, parts.steps, parts.microbatches
         try:
             self._saver = Saver(
@@ -213,7 +214,7 @@ class DistributedTrainer:
                 self.stopwatch.enter("microbatches")
                 microbatches = self._microbatches.make(batches, self._recorder.note)
                 self._recorder.settle_flops(microbatches[0])
-                seed_step(self.config.seed, self.progress.step, self.mesh.gradient_rank, self.world.device)
+                seed_step(self.config.seed, self.progress.step, self.mesh.drawing_rank, self.world.device)
                 self.schedule.set_rates(self.progress.updates)
                 result = self.steps.run(
                     self.progress.step,
@@ -371,5 +372,6 @@ class DistributedTrainer:
                 "rate": self.schedule.rate,
                 "loss_scale": self.steps.loss_scale,
                 "wire_bytes": self.compression.stats.wire_bytes,
+                **self._passes.describe(),
             }
         )

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from ...storage.store import ByteRange
 from ...storage.threads.interruptible import Thread
 from ..errors import CheckpointError, CheckpointRoomError, CheckpointUploadError, TrainerConfigError
+from ..parallel.pipeline.names import StageNames
 from ..ranks.control_group import ControlGroup
 from ..ranks.world import World
 from .config import CheckpointConfig
@@ -59,13 +60,19 @@ class Checkpointer:
     steps known to be damaged, what was loaded last, and the notes. A save first copies the state, after which training
     may continue; then a thread writes it: each rank its shards, rank 0 the manifest with the checksum of every file.
     The place, a shared folder or an object store, makes it valid all at once. ``metric`` is the name of what saves are
-    measured by.
+    measured by; ``stages`` are the names of a pipeline's rank.
 
     Raises:
         CheckpointError: the place cannot be written to, is of another run, or not the same one on every rank.
     """
 
-    def __init__(self, config: CheckpointConfig, world: World, metric: str | None = None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        world: World,
+        metric: str | None = None,
+        stages: StageNames | None = None,
+    ) -> None:
         self.config = config
         self._retention = Retention.of(config, metric)
         self.passed_over: dict[int, str] = {}
@@ -77,6 +84,7 @@ class Checkpointer:
                 "checkpoint.best='max' or 'min'"
             )
         self._world = world
+        self._stages = stages
         self._control = ControlGroup(world)
         self._stager = self._make_stager()
         self._thread: Thread | None = None
@@ -150,9 +158,16 @@ class Checkpointer:
         self._place.release()
         if step < 0:
             raise CheckpointError(f"step={step} cannot be saved; count steps from 0")
+        averages = self._by_whole_names(averages)
         extra_text = encode_plain(extra)
         state = gather_state(
-            model, optimizer, rank=self._world.rank, rank_state=rank_state, averages=averages, given=given
+            model,
+            optimizer,
+            rank=self._world.rank,
+            rank_state=rank_state,
+            averages=averages,
+            given=given,
+            stages=self._stages,
         )
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was told to copy at once"
@@ -224,12 +239,12 @@ class Checkpointer:
 
         Returns the names that it lacks, whose tensors are left alone, and those that it alone has.
         """
-        folder = self._loaded_folder
+        folder, found = self._loaded_folder, self._by_whole_names(averages) or {}
         assert folder is not None, "a checkpoint was loaded"
 
         @self._alone()
         def restore() -> tuple[list[str], list[str]]:
-            return restore_averages(folder, averages)
+            return restore_averages(folder, found, self._stages)
 
         return self._control.gather(f"{folder} cannot be loaded", restore)[0]
 
@@ -310,14 +325,21 @@ class Checkpointer:
         self, folder: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None
     ) -> dict[str, list[ByteRange]]:
         rank = self._world.rank if self._is_of_this_world(folder) else None
-        return find_needs(folder, model, optimizer, rank=rank, averages=averages)
+        averages = self._by_whole_names(averages)
+        return find_needs(folder, model, optimizer, rank=rank, averages=averages, stages=self._stages)
+
+    def _by_whole_names(self, averages: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
+        """Averages by the names that one process would give the weights."""
+        if self._stages is None or averages is None:
+            return averages
+        return {self._stages.renamed.get(name, name): one for name, one in averages.items()}
 
     def _restore(self, folder: Path, model: nn.Module, optimizer: Optimizer, given: Settings | None) -> dict[str, Any]:
         what = f"{folder} cannot be loaded"
 
         @self._alone()
         def restore() -> Restored:
-            return restore_state(folder, model, optimizer, given)
+            return restore_state(folder, model, optimizer, given, self._stages)
 
         restored = self._control.gather(what, restore)[0]
         self.changed_settings, self.groups_then = restored.notes, restored.groups

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
+from ..parallel.pipeline.names import StageNames
 from .groups import collect_groups, describe_differing, describe_saved_groups, find_group
 from .optimizer_state import (
     OPTIMIZER,
@@ -54,10 +55,11 @@ def gather_state(
     rank_state: Mapping[str, Tensor] | None,
     averages: Mapping[str, Tensor] | None = None,
     given: Settings | None = None,
+    stages: StageNames | None = None,
 ) -> dict[str, Any]:
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
-    ``given`` are the settings that the optimizer was given at first.
+    ``given`` are the settings that the optimizer was given at first, ``stages`` the names of a pipeline's rank.
     An optimizer that has not stepped yet is described by zeros, marked as such, and left unchanged.
 
     Raises:
@@ -68,7 +70,7 @@ def gather_state(
     refuse_unreadable_values(optimizer, described["state"])
     return {
         MODEL: pack_extra_state(get_model_state_dict(model)),
-        OPTIMIZER: described,
+        OPTIMIZER: described if stages is None else stages.describe_whole(described),
         RANKS: {str(rank): dict(rank_state or {})},
         **({UNSTEPPED: True} if described["state"] and not optimizer.state else {}),
         **({EMA: dict(averages)} if averages else {}),
@@ -84,7 +86,13 @@ class Restored:
     groups: tuple[tuple[int, ...], ...]
 
 
-def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: Settings | None = None) -> Restored:
+def restore_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    given: Settings | None = None,
+    stages: StageNames | None = None,
+) -> Restored:
     """Read a checkpoint into model and optimizer, whatever its sharding.
 
     Of the optimizer's settings (its ``defaults``: weight decay, betas, ...) those ``given`` otherwise than in the run
@@ -96,7 +104,7 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: S
         CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
     """
     metadata = open_reader(folder).read_metadata()
-    found = _describe_wanted(folder, model, optimizer, metadata)
+    found = _describe_wanted(folder, model, optimizer, metadata, stages)
     model_state, described = found.wanted[MODEL], found.optimizer_state
     notes = describe_conversions(model_state, f"{MODEL}.", metadata)
     before = copy_settings(optimizer)
@@ -109,7 +117,12 @@ def restore_state(folder: Path, model: nn.Module, optimizer: Optimizer, given: S
     described["param_groups"] = [{**group.settings, "params": own} for group, own in zip(groups, names, strict=True)]
     unpack_extra_state(model_state)
     set_model_state_dict(model, model_state)
-    load_optimizer(model, optimizer, described, names, found.never_stepped)
+    never_stepped = found.never_stepped
+    if stages is not None:
+        described = stages.restore(described)
+        names = [group["params"] for group in described["param_groups"]]
+        never_stepped = stages.restore({"state": never_stepped, "param_groups": []})["state"]
+    load_optimizer(model, optimizer, described, names, never_stepped)
     if UNSTEPPED in metadata.state_dict_metadata:
         optimizer.state.clear()
     known = {name for group in saved_groups for name in group["params"]}
@@ -126,6 +139,7 @@ def find_needs(
     *,
     rank: int | None = None,
     averages: Mapping[str, Tensor] | None = None,
+    stages: StageNames | None = None,
 ) -> dict[str, list[ByteRange]]:
     """Return which bytes of which files are read: by ``restore_state``, of averages and, with ``rank``, of its tensors.
 
@@ -135,7 +149,7 @@ def find_needs(
         CheckpointMismatchError: the checkpoint is of another model or optimizer.
     """
     metadata = open_reader(folder).read_metadata()
-    wanted = _describe_wanted(folder, model, optimizer, metadata).wanted
+    wanted = _describe_wanted(folder, model, optimizer, metadata, stages).wanted
     found = {name: one for name, one in (averages or {}).items() if f"{EMA}.{name}" in metadata.state_dict_metadata}
     plan = _plan_reading(open_reader(folder), wanted | ({EMA: found} if found else {}), metadata)[0]
     needs = _ranges_of(metadata, [item.storage_index for item in plan.items])
@@ -179,22 +193,30 @@ class _Wanted:
     frozen: list[str]
 
 
-def _describe_wanted(folder: Path, model: nn.Module, optimizer: Optimizer, metadata: Metadata) -> _Wanted:
+def _describe_wanted(
+    folder: Path, model: nn.Module, optimizer: Optimizer, metadata: Metadata, stages: StageNames | None
+) -> _Wanted:
     saved = metadata.state_dict_metadata
     model_state = dict(get_model_state_dict(model))
     expect_extra_state(model_state, {key: saved.get(f"{MODEL}.{key}") for key in model_state})
     optimizer_state = describe_optimizer(model, optimizer)
+    elsewhere: Collection[str] = ()
+    state_elsewhere: Collection[str] = ()
+    if stages is not None:
+        optimizer_state = stages.describe(optimizer_state)
+        elsewhere, state_elsewhere = stages.elsewhere, stages.state_elsewhere
     paths = metadata.planner_data or {}
     stepped = dict.fromkeys(path[2] for path in paths.values() if path[:2] == (OPTIMIZER, "state"))
+    stepped = {name: None for name in stepped if name not in state_elsewhere}
     never_stepped = drop_unsaved(optimizer_state, stepped)
     frozen = find_frozen(optimizer, optimizer_state, stepped)
-    _refuse_other(folder, MODEL, {f"{MODEL}.{key}": value for key, value in model_state.items()}, metadata)
+    _refuse_other(folder, MODEL, {f"{MODEL}.{key}": value for key, value in model_state.items()}, metadata, elsewhere)
     state = {
         f"{OPTIMIZER}.state.{parameter}.{name}": value
         for parameter, tensors in optimizer_state["state"].items()
         for name, value in tensors.items()
     }
-    _refuse_other(folder, OPTIMIZER, state, metadata, but_of=frozen)
+    _refuse_other(folder, OPTIMIZER, state, metadata, but_of=[*frozen, *state_elsewhere])
     settings = {name for group in optimizer_state["param_groups"] for name in group}
     groups = describe_saved_groups(metadata, settings)
     return _Wanted(
@@ -209,7 +231,9 @@ def _describe_wanted(folder: Path, model: nn.Module, optimizer: Optimizer, metad
     )
 
 
-def restore_averages(folder: Path, averages: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+def restore_averages(
+    folder: Path, averages: Mapping[str, Tensor], stages: StageNames | None = None
+) -> tuple[list[str], list[str]]:
     """Fill averaged weights by name from a checkpoint, whatever its sharding.
 
     Returns the names that the checkpoint lacks, whose tensors are left alone, and those that it alone has.
@@ -220,7 +244,9 @@ def restore_averages(folder: Path, averages: Mapping[str, Tensor]) -> tuple[list
     found = {name: tensor for name, tensor in averages.items() if name in saved}
     if found:
         read_state(folder, {EMA: found}, metadata)
-    return [name for name in averages if name not in saved], sorted(saved - set(averages))
+    return [name for name in averages if name not in saved], sorted(
+        saved - set(averages) - (frozenset() if stages is None else stages.elsewhere)
+    )
 
 
 def list_averages(folder: Path | str, metadata: Metadata, names: Collection[str]) -> list[str]:
@@ -296,7 +322,9 @@ def _refuse_other(
     folder: Path, part: str, wanted: Mapping[str, Any], metadata: Metadata, but_of: Collection[str] = ()
 ) -> None:
     prefix = f"{part}.state." if part == OPTIMIZER else f"{part}."
-    left_out = {key for key, path in (metadata.planner_data or {}).items() if len(path) > 2 and path[2] in but_of}
+    at = 2 if part == OPTIMIZER else 1
+    others = frozenset(but_of)
+    left_out = {key for key, path in (metadata.planner_data or {}).items() if len(path) > at and path[at] in others}
     saved = {
         key: kind
         for key, kind in metadata.state_dict_metadata.items()

@@ -10,6 +10,7 @@ from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
 from ..ranks.mesh import Mesh, MeshSizes
 from ..ranks.world import World
+from .pipeline.orders import check_schedule
 
 PlanSource = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 """How layers are cut: names of modules to styles, the import path of that, or a function of the model that returns it.
@@ -61,8 +62,9 @@ class ParallelConfig:
     microbatches: int = 8
     """With pp, parts that each batch is cut into."""
 
-    stages: tuple[str, ...] = ()
-    """With pp, the module that each stage after the first begins with; none: stages of about equal parameters."""
+    stages: tuple[str | tuple[str, ...], ...] = ()
+    """With pp, names of the modules that stages after the first begin with, or for each stage the list of all its
+    modules; none: stages of about equal parameters."""
 
     cp: int = 1
     """Context parallelism: ranks over which each sequence is cut."""
@@ -75,6 +77,7 @@ class ParallelConfig:
         check_range("parallel.bucket_mb", self.bucket_mb, low=0.0, above=True)
         for key in ("tp", "pp", "cp", "ep", "microbatches"):
             check_range(f"parallel.{key}", getattr(self, key), low=1)
+        check_schedule(self.schedule)
         if self.plan is not None and self.tp == 1:
             raise TrainerConfigError(
                 "parallel.plan says how layers are cut over parallel.tp ranks, and parallel.tp=1 cuts none; set "

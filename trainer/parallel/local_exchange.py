@@ -43,8 +43,8 @@ class LocalExchange:
         sparse = list_sparse(model)
         if sparse:
             raise TrainerConfigError(
-                f"parallel.tp={config.tp} cannot exchange the sparse gradients of embedding {next(iter(sparse))!r}; "
-                "build it with sparse=False"
+                f"parallel.tp={config.tp} with parallel.pp={config.pp} cannot exchange the sparse gradients of "
+                f"embedding {next(iter(sparse))!r}; build it with sparse=False"
             )
         self._mesh = mesh
         self._overlaps = config.overlap
@@ -73,6 +73,19 @@ class LocalExchange:
             yield
         finally:
             self._is_exchanging = False
+        self._finish()
+
+    def exchange(self) -> None:
+        """Leave averaged gradients after backwards of which nothing was sent yet; a collective.
+
+        Raises:
+            TrainerConfigError: a parameter got no gradient in them, and ``unused_parameters`` is not set.
+        """
+        self._there = {one for one in self._names if one.grad is not None}
+        self._sent = []
+        self._finish()
+
+    def _finish(self) -> None:
         missing = [name for one, name in self._names.items() if one not in self._there]
         if missing and not self._may_be_unused:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -40,6 +40,7 @@ from .gathered import list_rounded, set_formats
 from .local_exchange import LocalExchange, has_cut_weights, is_cut
 from .materialise import Initialiser, Materialiser
 from .meta import move_values
+from .pipeline.names import StageNames
 from .precision import (
     MasterWeights,
     PrecisionConfig,
@@ -97,7 +98,7 @@ class ParallelModel:
     weights. ``scheme`` is the compression of the gradients; with ``exchange_once`` they are exchanged once a step,
     whatever the zero stage. What of the model is on the meta device is made here, with ``seed`` and ``initialise``.
     ``spread`` then cuts the model over the ranks of each replica, and what it leaves on a rank is sharded, or
-    replicated, over the replicas.
+    replicated, over the replicas. ``stages_of`` has the number of stages for parameters that several of them have.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class ParallelModel:
         seed: int = 0,
         initialise: Initialiser | None = None,
         spread: ReplicaSpread | None = None,
+        stages_of: Mapping[str, int] | None = None,
     ) -> None:
         world = mesh.world
         check_trainable(model)
@@ -132,7 +134,7 @@ class ParallelModel:
         move_values(model, world.device)
         if config.sync_batchnorm:
             synchronise_batch_norms(model, mesh)
-        before = dict(model.named_parameters())
+        before = dict(model.named_parameters(remove_duplicate=False))
         self._spread = spread
         self.module: nn.Module
         self._local_exchange: LocalExchange | None = None
@@ -144,7 +146,7 @@ class ParallelModel:
             if spread is None:
                 copy_from_first_rank(model, world)
             self.module = _shard(model, config, precision, mesh, self.materialiser)
-        elif has_cut_weights(model):
+        elif has_cut_weights(model) or (mesh.sizes.pp > 1 and self.exchanges):
             self.module = model
             self._local_exchange = LocalExchange(model, config, mesh)
         elif self.exchanges:
@@ -155,6 +157,8 @@ class ParallelModel:
                 self.materialiser.materialise(model)
                 copy_from_first_rank(model, world)
             self.module = model
+        self.stages: StageNames | None = None
+        """Names of what this rank of a pipeline has, and others; set once there is an optimizer."""
         self._entry = EngineEntry(
             self.module, model, may_be_unused=config.unused_parameters, rounds=precision.dtype != "fp32"
         )
@@ -164,7 +168,10 @@ class ParallelModel:
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
         after = dict(model.named_parameters())
-        self._replaced = {id(one): after.get(name) for name, one in before.items()}
+        self._stages_of = {one: (stages_of or {}).get(name, 1) for name, one in after.items()}
+        self._replaced: dict[int, nn.Parameter | None] = {id(one): None for one in before.values()}
+        # Of a weight with several names a stage may have one that is not the first.
+        self._replaced |= {id(one): after[name] for name, one in before.items() if name in after}
         carry_attributes((one, after[name]) for name, one in before.items() if name in after)
         sharded = list(_sharded_modules(model))
         self._prefetch = Prefetch(model, sharded, precision, overlap=config.overlap)
@@ -234,6 +241,11 @@ class ParallelModel:
                 self.module.set_reshard_after_backward(last)
                 self.module.set_is_last_backward(last)
         return nullcontext()
+
+    def exchange_now(self) -> None:
+        """Exchange gradients that several backwards have added up, where the model is not sharded; a collective."""
+        if self._local_exchange is not None:
+            self._local_exchange.exchange()
 
     def begin_step(self) -> None:
         """Give all ranks the first one's buffers before forward, as DDP does; a collective where DDP does not.
@@ -314,12 +326,12 @@ class ParallelModel:
         return self.world.world_size // self.world.local_world_size if self.config.hybrid else 1
 
     def count_holders(self, parameter: nn.Parameter) -> int:
-        """Number of ranks, of those of this stage, that hold each element of a parameter, and of its gradient."""
+        """Number of ranks of the stages that have a parameter that hold each element of it, and of its gradient."""
         parts = 1
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             parts = math.prod(mesh.size(dim) for dim, placed in enumerate(parameter.placements) if is_cut(placed))
-        return self.mesh.stage_ranks // parts
+        return self.mesh.stage_ranks * self._stages_of.get(parameter, 1) // parts
 
     @property
     def uses_all(self) -> bool:
@@ -372,6 +384,8 @@ def _shard(
     model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, mesh: Mesh, materialiser: Materialiser
 ) -> nn.Module:
     blocks = [block for block in find_blocks(model, config.blocks, "parallel.blocks") if block is not model]
+    if mesh.sizes.pp > 1:  # the blocks of other stages are empty here
+        blocks = [block for block in blocks if any(True for _ in block.parameters())]
     blocks = keep_ties(model, blocks)
     rounded = list_rounded(model, precision)
     arguments: dict[str, Any] = {

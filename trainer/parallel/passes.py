@@ -49,6 +49,9 @@ class Passes(Protocol):
     def measure(self, batch: Any, metrics: Callable[[nn.Module, Any], Found]) -> Found | None:
         """What ``metrics`` returns for the model and the batch, forward only; None on ranks where it is not known."""
 
+    def describe(self) -> dict[str, float]:
+        """Numbers for the record of the steps since the last call, by name."""
+
 
 class PlainPasses:
     """Each rank runs the whole model, or its cut of each layer: forward, then backward. Holds no state."""
@@ -81,6 +84,9 @@ class PlainPasses:
         parallel = self._parallel
         with self._computes():
             return metrics(parallel.module if parallel.is_sharded else parallel.inner, batch)
+
+    def describe(self) -> dict[str, float]:
+        return {}
 
     def _computes(self) -> AbstractContextManager[None]:
         return compute_context(self._precision, self._parallel.world.device, self._parallel.inner)

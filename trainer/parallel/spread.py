@@ -17,6 +17,7 @@ from .checks.peers import PeersCheck
 from .config import ParallelConfig
 from .context import ContextCut
 from .experts import spread_experts
+from .pipeline.pipeline import Pipeline
 from .tensor import TensorPlan, spread_losses
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -25,14 +26,15 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 
 class ReplicaSpread:
-    """Cuts a replica along tp and cp of ``mesh``, and experts along ep. Its parts have the mutable state.
+    """Cuts a replica along pp, tp and cp of ``mesh``, and experts along ep. Its parts have the mutable state.
 
     Raises:
         TrainerConfigError: the model cannot be cut as ``config`` says.
     """
 
-    def __init__(self, model: nn.Module, config: ParallelConfig, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, config: ParallelConfig, mesh: Mesh, pipeline: Pipeline | None = None) -> None:
         assert mesh.device_mesh is not None, "a replica lies on several ranks"
+        self._pipeline = pipeline
         self._tp = config.tp
         self._plan = TensorPlan(model, config) if config.tp > 1 else None
         self._peers = PeersCheck(mesh.device_mesh["tp"]) if config.tp > 1 else None
@@ -41,6 +43,8 @@ class ReplicaSpread:
 
     def cut(self, mesh: Mesh) -> None:
         """Cut the weights of the model, which are the same on all ranks; those that are cut become DTensors."""
+        if self._pipeline is not None:
+            self._pipeline.spread()
         if self._plan is not None:
             assert mesh.device_mesh is not None, "a replica lies on several ranks"
             self._plan.cut(mesh.device_mesh["tp"])

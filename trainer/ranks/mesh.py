@@ -163,6 +163,11 @@ class Mesh:
         return self.place["dp"] * self.sizes.cp + self.place["cp"]
 
     @property
+    def drawing_rank(self) -> int:
+        """Number by which ranks draw random numbers: those that compute the same draw the same."""
+        return self.gradient_rank + self.gradient_ranks * self.stage
+
+    @property
     def stage(self) -> int:
         """This rank's pipeline stage, from 0."""
         return self.place["pp"]

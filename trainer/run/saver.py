@@ -79,7 +79,7 @@ class Saver:
             resolved = replace(given, folder=self._folder, best=config.best_end)
             try:
                 stopwatch.enter("checkpoint lock")
-                self.checkpointer = Checkpointer(resolved, world, config.evaluate.best)
+                self.checkpointer = Checkpointer(resolved, world, config.evaluate.best, parallel.stages)
                 stopwatch.enter("construction")
                 self.checkpointer.entered = stopwatch.enter
                 self.checkpointer.check_room(parallel.inner, 0 if self.ema is None else self.ema.nbytes)

@@ -1,0 +1,53 @@
+"""The trainer on pipelines of real ranks: the weights, buffers and losses of one process."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_ranks import Ranks, run_ranks
+from layout_runs import compare_layouts, die_in_a_step, resume_across
+
+
+def test_two_stages_train_what_one_process_trains() -> None:
+    cases = [
+        {"model": "llama", "layout": {"pp": 2, "microbatches": 4}, "accumulate": 3, "clip": 0.5},
+        {"model": "gpt", "layout": {"pp": 2, "microbatches": 4, "zero": 1}, "clip": 0.5},
+        {"model": "convolutions", "layout": {"pp": 2, "microbatches": 4, "schedule": "ZBVZeroBubble"}},
+    ]
+    assert [one for found in run_ranks(compare_layouts, 2, cases, timeout_s=300.0) for one in found] == []
+
+
+def test_stages_of_two_replicas_train_what_one_process_trains() -> None:
+    cases = [
+        {
+            "model": "gpt",
+            "layout": {"pp": 2, "microbatches": 4, "zero": zero},
+            "accumulate": 1 + 2 * (zero % 2),
+            "clip": 0.5,
+        }
+        for zero in (0, 1, 2, 3)
+    ]
+    cases.append(
+        {"model": "llama", "layout": {"pp": 2, "microbatches": 4, "zero": 3, "schedule": "InterleavedZeroBubble"}}
+    )
+    cases.append({"model": "llama", "layout": {"pp": 2, "microbatches": 4, "zero": 0, "schedule": "DualPipeV"}})
+    assert [one for found in run_ranks(compare_layouts, 4, cases, timeout_s=300.0) for one in found] == []
+
+
+def test_a_run_resumes_with_other_stages_and_without(tmp_path: Path) -> None:
+    layouts = [{"pp": 2, "microbatches": 8}, {"zero": 2}, {"pp": 2, "microbatches": 8, "zero": 1}]
+    found = run_ranks(resume_across, 2, "gpt", layouts, str(tmp_path), timeout_s=300.0)
+    assert [one for its in found for one in its] == []
+
+
+@pytest.mark.slow
+def test_a_stage_that_dies_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    ranks: Any = Ranks(die_in_a_step, 2, str(tmp_path))
+    outcomes = ranks.join(timeout_s=240.0)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert outcomes[0].exit_code not in (0, None)
+    report = (tmp_path / "stalls" / "stall-rank-0.txt").read_text()
+    assert "rank 1" in report
