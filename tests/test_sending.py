@@ -123,6 +123,7 @@ NOT_LISTED = {
         "DatasetView",
         "EndRecord",
         "Llama",
+        "Mesh",
     ),
     *(
         "EpochAccount",

@@ -186,7 +186,7 @@ def _list_hosts(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _describe_sight(case: Case, row: dict[str, Any]) -> str:
-    """What a user sees of the fault, and limits that did not hold."""
+    """The sight of the fault to a user, and limits that did not hold."""
     if row["skipped"]:
         return f"not played here: {row['skipped']}"
     sees = case.sees if row["ended"] != "error" else f"`{row['error']}`: {case.sees}"

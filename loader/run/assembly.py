@@ -86,7 +86,7 @@ def make_sampler(config: LoaderConfig, sources: Sources) -> Sampler:
         **bucket,
         ledgers=_open_ledgers(f"{fingerprint}/{selected}", config) if sources.has_streams else None,
         stream_kind=source.stream_kind,
-        only_skips=source.only_skips,
+        only_skips=source.drops_only_bad,
     )
     return Sampler(schedule)
 

@@ -58,7 +58,7 @@ def yields_alike(source: OpenSource, old: SourceState) -> bool:
 
     One that drops nothing but bad samples goes on where all were delivered.
     """
-    if source.only_skips and not old.stream:
+    if source.drops_only_bad and not old.stream:
         return True
     kind = source.stream_kind
     return all(old.stream.get(name) == kind.get(name) for name in ("kind", "packing", "unit"))

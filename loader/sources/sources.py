@@ -70,7 +70,7 @@ class OpenSource:
         return {} if self.reshaping is None else self.reshaping.kind_for(self.manifest)
 
     @property
-    def only_skips(self) -> bool:
+    def drops_only_bad(self) -> bool:
         """Return whether nothing is dropped but bad samples."""
         return self.reshaping is not None and self.reshaping.only_skips
 
