@@ -47,7 +47,7 @@ class Passes(Protocol):
         """
 
     def measure(self, batch: Any, metrics: Callable[[nn.Module, Any], Found]) -> Found | None:
-        """What ``metrics`` returns for the model and the batch, forward only; None on ranks where it is not known."""
+        """Return the results of ``metrics`` for model and batch, forward only; None on ranks that do not know them."""
 
     def describe(self) -> dict[str, float]:
         """Numbers for the record of the steps since the last call, by name."""

@@ -1,4 +1,4 @@
-"""Which stage has which modules: cut by name, or into stages of about equal parameters or measured times."""
+"""Modules by stage: cut by name, or into stages of about equal parameters or measured times."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Messages:
         self._coming[key] = ([one.detach() for one in tensors], [])
 
     def take(self, key: Key) -> list[Tensor]:
-        """What has come, once it is there."""
+        """Wait for what was expected, and return it."""
         tensors, works = self._coming.pop(key)
         for work in works:
             if work is not None:

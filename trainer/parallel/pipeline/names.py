@@ -17,7 +17,7 @@ from .ties import Tie
 
 @dataclass(frozen=True, kw_only=True)
 class StageNames:
-    """What a rank's stages have, and the others.
+    """Names that a rank's stages have, and others.
 
     ``elsewhere`` are names of weights and buffers that other ranks have; ``renamed`` maps names of this rank's weights
     to those that one process would call them by, where the weight has several; ``groups`` are the names of each of the
@@ -67,9 +67,9 @@ def agree_on_names(
         )
         for group in optimizer.param_groups
     ]
-    told = [(settings, [renamed.get(name, name) for name in names]) for settings, names in groups]
+    own_groups = [(settings, [renamed.get(name, name) for name in names]) for settings, names in groups]
     everywhere: list[Any] = [None] * mesh.sizes.pp
-    dist.all_gather_object(everywhere, told, group=mesh.pipeline_group)
+    dist.all_gather_object(everywhere, own_groups, group=mesh.pipeline_group)
     for rank, other in enumerate(everywhere):
         if [settings for settings, _ in other] != [settings for settings, _ in everywhere[0]]:
             raise TrainerConfigError(
@@ -80,7 +80,7 @@ def agree_on_names(
     order = {name: at for at, name in enumerate(whole)}
     merged = [
         tuple(sorted({name for other in everywhere for name in other[number][1]}, key=lambda name: order.get(name, 0)))
-        for number in range(len(told))
+        for number in range(len(own_groups))
     ]
     there = frozenset(whole) - frozenset(model.state_dict())
     return StageNames(elsewhere=there, renamed=renamed, groups=tuple(merged))

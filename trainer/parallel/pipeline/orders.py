@@ -41,7 +41,7 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What each rank of a pipeline does, in order; ``rank_of`` has the rank of each stage."""
+    """Actions of each rank of a pipeline, in order; ``rank_of`` has the rank of each stage."""
 
     actions: list[list[Action]]
     rank_of: tuple[int, ...]
@@ -66,7 +66,7 @@ class Order:
 
 
 def _ready_at(action: Action, stages: int, done: dict[tuple[str, int, int], float]) -> float | None:
-    """When what the action needs from other stages is there, or None while it is not."""
+    """Time at which what the action needs from other stages is there, or None while it is not."""
     if action.kind == "F":
         return done.get(("F", action.stage - 1, action.part)) if action.stage else 0.0
     if action.kind == "W":
@@ -164,7 +164,7 @@ def _one_by_one(rank: int, ranks: int, parts: int) -> list[Action]:
 
 
 def _stub(stage: int, ranks: int, stages: int) -> Any:
-    """What torch's schedules read of a stage when they make their tables."""
+    """Attributes of a stage that torch's schedules read when they make their tables."""
     return SimpleNamespace(
         stage_index=stage,
         num_stages=stages,

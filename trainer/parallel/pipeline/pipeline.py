@@ -26,7 +26,7 @@ from .ties import exchange_ties, find_ties
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a stage found in its rehearsal; ``sent_without`` where nothing that comes in has a gradient."""
+    """Findings of a stage in its rehearsal; ``sent_without`` where nothing that comes in has a gradient."""
 
     received: dict[int, Layout]
     sent: dict[int, tuple[Layout, bool] | None]
@@ -170,7 +170,7 @@ class Pipeline:
         self._run("train", order, parts, loss, module, found=found, weigh=weigh, contexts=(forward, backward))
 
     def measure(self, batch: Any, metrics: Callable[[nn.Module, Any], Any], module: nn.Module) -> Any:
-        """What ``metrics`` returns for a whole batch on the last stage, and None on others; a collective."""
+        """Return the results of ``metrics`` for a whole batch on the last stage, None on others; a collective."""
         results: list[Any] = []
         order = make_flush(self._rank_of, 1)
         self._run("measure", order, [batch], metrics, module, found=lambda _, one: results.append(one), weigh=None)
@@ -245,7 +245,7 @@ class Pipeline:
 
 
 def agree_on_crossings(cut: Cut, facts: Mapping[int, Facts]) -> dict[int, Crossing]:
-    """What crosses into each stage, by its number, of what rehearsals found on all of them.
+    """Find what crosses into each stage, by its number, of what rehearsals found on all of them.
 
     Raises:
         TrainerConfigError: a stage needs what the one before it does not have.

@@ -24,7 +24,7 @@ Programme = Callable[[nn.Module, Any], Any]
 
 @dataclass
 class _Held:
-    """What a stage keeps of a part between its forward and the end of its backward."""
+    """Tensors that a stage keeps of a part between its forward and the end of its backward."""
 
     incoming: list[Tensor]
     outgoing: list[Tensor]
@@ -105,7 +105,7 @@ class Runner:
         self.times.end()
 
     def _take(self, action: Action) -> list[Tensor]:
-        """What the stage before has sent."""
+        """Take what the stage before has sent."""
         if not action.stage:
             return []
         incoming = self._messages.take(("F", action.stage, action.part))

@@ -29,7 +29,7 @@ class _ForwardIsOver(BaseException):
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses into a stage: which leaves of its first module's arguments, and which of them have gradients."""
+    """Values that cross into a stage: leaves of its first module's arguments by place, and which have gradients."""
 
     places: tuple[int, ...] = ()
     have_gradients: tuple[bool, ...] = ()
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclass
 class Rehearsal:
-    """What a stage does with batches of some shapes, found without computing.
+    """Actions of a stage on batches of some shapes, found without computing.
 
     ``received`` has the leaves of the first module's arguments that come from the stage before, by place; ``sent`` all
     tensors among those that the next stage's first module is called with, by place, None for those that are elsewhere;
