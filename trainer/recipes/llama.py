@@ -254,7 +254,9 @@ def shift(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """
     names = ("tokens", "position_ids", "document_ids", "loss_mask")
     whole = {name: torch.from_numpy(np.stack([row[name] for row in rows]).astype(np.int64)) for name in names}
-    targets = whole["tokens"].masked_fill(whole["loss_mask"] == 0, _NO_TARGET)[:, 1:]
+    valid = torch.tensor([bool(row.get(VALID, True)) for row in rows])  # others fill the last batch
+    counts = (whole["loss_mask"] != 0) & valid[:, None]
+    targets = whole["tokens"].masked_fill(~counts, _NO_TARGET)[:, 1:]
     return {name: whole[name][:, :-1] for name in names[:3]} | {"targets": targets}
 
 
@@ -276,11 +278,8 @@ def measure(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tenso
 def _predict(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Scores (B * T, vocab_size) fp32 and targets (B * T,) of packed sequences of T + 1 tokens, or of shifted ones."""
     if "targets" in batch:
-        targets = batch["targets"]
-        if VALID in batch:
-            targets = targets.masked_fill(~batch[VALID][:, None], _NO_TARGET)
         scores = model(batch["tokens"], batch["position_ids"], batch["document_ids"])
-        return scores.flatten(0, 1).float(), targets.flatten()
+        return scores.flatten(0, 1).float(), batch["targets"].flatten()
     counts = batch["loss_mask"]
     if VALID in batch:  # rows that fill the last batch
         counts = counts & batch[VALID][:, None]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch_ranks import run_ranks
@@ -15,7 +16,7 @@ from penstock import DistributedDataLoader, Packing
 from penstock.loader import pack
 from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, TrainerConfigError, World, build_on_meta
 from penstock.trainer.options import build_config
-from penstock.trainer.recipes.llama import Llama, next_token_loss
+from penstock.trainer.recipes.llama import Llama, next_token_loss, shift
 from penstock.trainer.recipes.llama_config import LlamaConfig, read_llama_config
 from penstock.trainer.report.flops import copy_without_data, count_flops
 
@@ -220,3 +221,23 @@ def test_a_config_json_is_read_as_it_was_written_with_what_else_it_says(tmp_path
     given["rope_parameters"] = {**given.pop("rope_scaling"), "rope_theta": given.pop("rope_theta")}
     (tmp_path / "config.json").write_text(json.dumps(given | {"dtype": "bfloat16"}))
     assert read_llama_config(str(tmp_path)) == config
+
+
+def test_shifted_batches_have_the_loss_of_whole_ones() -> None:
+    draw = np.random.default_rng(0)
+    rows = [
+        {
+            "tokens": draw.integers(0, 9, 9),
+            "position_ids": np.arange(9),
+            "document_ids": np.zeros(9, dtype=np.int32),
+            "loss_mask": draw.random(9) > 0.3,
+            "__valid__": number < 2,
+        }
+        for number in range(3)
+    ]
+    whole = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+    model = Llama(LlamaConfig(vocab_size=9, hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
+    expected, count = next_token_loss(model, whole)
+    found, shifted_count = next_token_loss(model, shift(rows))
+    assert torch.equal(found, expected)
+    assert count == shifted_count
