@@ -35,7 +35,15 @@ from penstock import (
 )
 from penstock.loader import Keep, LoaderMetrics
 from penstock.storage import ByteRange, ObjectInfo
-from penstock.trainer import ArrayLoader, AveragingConfig, EvaluateConfig, FailureRecord, TrainerConfig, World
+from penstock.trainer import (
+    ArrayLoader,
+    AveragingConfig,
+    EvaluateConfig,
+    ExpertsConfig,
+    FailureRecord,
+    TrainerConfig,
+    World,
+)
 
 FACES = ("penstock", "penstock.loader", "penstock.storage", "penstock.trainer")
 ROWS = 20
@@ -102,6 +110,7 @@ SENT: dict[str, Callable[[str], Any]] = {
         device=torch.device("cpu"),
         backend="gloo",
     ),
+    "ExpertsConfig": lambda _: ExpertsConfig(num_experts=4),
     "FailureRecord": lambda _: FailureRecord(step=3, error="a rank failed"),
     # and what comes back from ranks
     "LoaderMetrics": read_metrics,

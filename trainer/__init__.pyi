@@ -37,8 +37,8 @@ from .ranks.mesh import Mesh as Mesh
 from .ranks.world import World as World
 from .ranks.world import close_world as close_world
 from .ranks.world import open_world as open_world
-from .recipes.llama import Llama as Llama
 from .recipes.experts import ExpertsConfig as ExpertsConfig
+from .recipes.llama import Llama as Llama
 from .recipes.llama_config import LlamaConfig as LlamaConfig
 from .recipes.llama_config import read_llama_config as read_llama_config
 from .report.config import ReportConfig as ReportConfig

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PartitionError, StateMismatchError
-from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, plan_epoch
+from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, check_bucket, plan_epoch
 from ..order.costs.steps import BudgetSteps, EvenSteps, Steps
 from ..order.outputs import Cursors
 from ..order.plan import Choice, Order, Share, choose_order, lane_offsets, lane_sizes, lane_turns, require_steps
 from ..order.spans import EpochCourse, SourceOrder
 from ..order.state import PACKING, LoaderState
-from .resuming import check_bucket
 from .schedule import Place, Schedule
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ import xxhash
 
 from ..config.mixture import Mixture, check_position, update_weights
 from ..errors import ConfigError, StateMismatchError
-from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets
+from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, check_bucket
 from ..order.mixture import Cursor, Lap, MixturePlan, is_over
 from ..order.mixture_state import MixtureState, SourceState, SourceStream
 from ..order.outputs import Cursors
 from ..order.permutation import IntArray, stream_key
 from ..order.plan import Choice, Order, Share, choose_order, lane_sizes
 from ..order.spans import MixtureCourse, SourceOrder
-from .resuming import check_bucket, identity_of, match_sources, merge_changes, refuse_other_stream, yields_alike
+from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream, yields_alike
 from .schedule import Place, Schedule
 from .unsized import Laps, Unsized
 

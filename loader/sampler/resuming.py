@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import StateMismatchError
-from ..order.costs.buckets import BucketedOrder, size_in_lanes
 from ..order.mixture import WeightChange
 
 if TYPE_CHECKING:
-    from ..order.costs.buckets import Bucket
     from ..order.mixture_state import MixtureState, SourceState
-    from ..order.plan import Order
     from ..sources.sources import OpenSource, Sources
 
 
@@ -74,33 +71,6 @@ def refuse_other_stream(name: str, had: Mapping[str, Any], here: Mapping[str, An
         f"the source {name!r} {before} in the state's run, and {now} here, so that its position means nothing here; "
         "give it the same keep=, may_drop=, packing= and on_error='skip' as there, or a new name to begin it anew"
     )
-
-
-def check_bucket(
-    bucket: Bucket | None, order: Order, loaded: Mapping[str, Any], lanes: int, where: str = "the state"
-) -> None:
-    """Check that a state's buckets, of so many lanes, are those of an order here, where ``bucket`` gives any.
-
-    Raises:
-        StateMismatchError: they differ.
-    """
-    here = order.bucket if isinstance(order, BucketedOrder) else {}
-    if bool(here) != bool(loaded):
-        raise StateMismatchError(
-            f"{where} belongs to another run's order and cannot be resumed here; bucket=: "
-            f"{loaded or 'none'} in the state, {here or 'none'} here"
-        )
-    if not here or bucket is None:
-        return
-    # Both were given in samples; the lanes, and what was not given, are the state's.
-    sizes = size_in_lanes(bucket, lanes, global_batch_size=loaded["run"] * lanes)
-    given = dict(zip(("run", "pool"), sizes, strict=True))
-    here |= {name: given[name] if getattr(bucket, name) != "auto" else loaded[name] for name in given}
-    if loaded != here:
-        raise StateMismatchError(
-            f"{where} belongs to another run's order and cannot be resumed here; bucket=: {loaded} in the "
-            f"state, {here} here (run and pool are samples of a lane, costs is the index's checksum)"
-        )
 
 
 def _is_same(old: SourceState, identity: Mapping[str, Any]) -> bool:

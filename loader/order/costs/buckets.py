@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...errors import ConfigError
+from ...errors import ConfigError, StateMismatchError
 from ..permutation import IntArray, permutation, stream_key
 from ..plan import EpochPlan, Order
 from ..window import LaneWindow
@@ -210,3 +210,30 @@ class BucketedPlan(EpochPlan):
         edges = len(costs) * np.arange(runs + 1) // runs  # of full pools, multiples of the run
         turns = permutation(runs, stream_key(_FOR_RUNS, self.order.seed, self.epoch, index))
         return np.concatenate([by_cost[edges[turn] : edges[turn + 1]] for turn in turns.tolist()])
+
+
+def check_bucket(
+    bucket: Bucket | None, order: Order, loaded: Mapping[str, Any], lanes: int, where: str = "the state"
+) -> None:
+    """Check that a state's buckets, of so many lanes, are those of an order here, where ``bucket`` gives any.
+
+    Raises:
+        StateMismatchError: they differ.
+    """
+    here = order.bucket if isinstance(order, BucketedOrder) else {}
+    if bool(here) != bool(loaded):
+        raise StateMismatchError(
+            f"{where} belongs to another run's order and cannot be resumed here; bucket=: "
+            f"{loaded or 'none'} in the state, {here or 'none'} here"
+        )
+    if not here or bucket is None:
+        return
+    # Both were given in samples; the lanes, and what was not given, are the state's.
+    sizes = size_in_lanes(bucket, lanes, global_batch_size=loaded["run"] * lanes)
+    given = dict(zip(("run", "pool"), sizes, strict=True))
+    here |= {name: given[name] if getattr(bucket, name) != "auto" else loaded[name] for name in given}
+    if loaded != here:
+        raise StateMismatchError(
+            f"{where} belongs to another run's order and cannot be resumed here; bucket=: {loaded} in the "
+            f"state, {here} here (run and pool are samples of a lane, costs is the index's checksum)"
+        )
