@@ -53,7 +53,7 @@ def check_peers(batch: Any, mesh: Mesh) -> None:
     seen: dict[tuple[object, ...], int] = {}
     for rank, (whole, some) in enumerate(everyones):
         place = mesh.sizes.place(rank)
-        peers = [(("batch", place["dp"], place["pp"], place["cp"]), 0)]
+        peers: list[tuple[tuple[object, ...], int]] = [(("batch", place["dp"], place["pp"], place["cp"]), 0)]
         peers += [(("ids", place["dp"]), 1)] if some is not None else []
         for group, part in peers:
             other = seen.setdefault(group, rank)

@@ -173,8 +173,8 @@ def refuse_unlike_weights(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         TrainerError: on every rank, if one differs by more than rounding explains.
     """
-    found = ((name, local_part(one)) for name, one in model.named_parameters() if one.requires_grad)
-    named = [(name, one) for name, one in found if one.numel()]
+    parts = ((name, local_part(one)) for name, one in model.named_parameters() if one.requires_grad)
+    named = [(name, one) for name, one in parts if one.numel()]
     if mesh.gradient_ranks == 1 or not (named or mesh.is_spread):
         return
     norms = torch.zeros(0, dtype=torch.float64, device=mesh.world.device)

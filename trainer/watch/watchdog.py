@@ -73,7 +73,7 @@ class Watchdog:
         self._report_folder = None if report_folder is None else Path(report_folder)
         self._tick_s = min(max(stall_timeout_s / _TICKS_PER_TIMEOUT, _TICK_S[0]), _TICK_S[1])
         now_s = time.monotonic()
-        self._whereabouts = {"host": socket.gethostname(), "place": place}
+        self._host, self._place = socket.gethostname(), place
         self._beat = Beat(phase="start", timeout_s=stall_timeout_s)
         self._phase_began_s = now_s
         self._activity: tuple[int, Activity] | None = None  # of the phase with this count
@@ -223,7 +223,8 @@ class Watchdog:
         """Send this rank's beat, read the others', and judge: one or two round trips, a few hundred bytes per rank."""
         now_s = time.monotonic()
         self._notice_suspension(now_s)
-        beat = replace(self._own_beat(), sequence=sequence, has_store=self._has_store, **self._whereabouts)
+        beat = replace(self._own_beat(), sequence=sequence, has_store=self._has_store)
+        beat = replace(beat, host=self._host, place=self._place)
         if beat.state is State.BROKEN_OFF:
             beat = replace(beat, broken_s=now_s - self._broke_at_s)
         self.store.set(f"beat/{self._world.rank}", beat.to_text())
@@ -330,7 +331,7 @@ class Watchdog:
 
     def _report(self, verdict: str) -> None:
         rank, doing = self._world.rank, describe(self._own_sighting(), time.monotonic())
-        name = f"rank {rank} ({self._whereabouts['place']})" if self._whereabouts["place"] else f"rank {rank}"
+        name = f"rank {rank} ({self._place})" if self._place else f"rank {rank}"
         write_report(f"penstock watchdog on {name}: training stops: {verdict}\n", doing, self._report_folder, rank)
 
     def _own_sighting(self) -> Sighting:
