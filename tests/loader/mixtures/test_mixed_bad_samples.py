@@ -17,8 +17,8 @@ from stream_reference import EndlessSource, batches
 
 from penstock import DistributedDataLoader, Manifest, Mixture, Source, audit
 from penstock.loader import BadChunkWarning, ConfigError, DatasetError, DecodeError, Keep, MixtureChangedWarning
+from penstock.loader.decoding.replace import candidates
 from penstock.loader.order.plan import Order
-from penstock.loader.order.replacement import candidates
 
 SIZES = [61, 150, 40]
 WEIGHTS = [1.0, 2.0, 0.5]

@@ -17,7 +17,7 @@ from penstock.loader import ConfigError, CostExpression, DatasetError, StateMism
 from penstock.loader.dataset.cost_index import open_costs
 from penstock.loader.order.costs.buckets import BucketedOrder, plan_epoch
 from penstock.loader.order.costs.cuts import cut_by_cost
-from penstock.loader.order.mixing import batch_ids
+from penstock.loader.order.forecast import batch_ids
 from penstock.loader.order.plan import EpochPlan, Order
 from penstock.loader.order.selecting import Selection
 from penstock.loader.order.selecting.weights import Weights

@@ -35,17 +35,17 @@ class Ghost(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, origin: str, is_elsewhere: bool = True) -> Ghost:
-        made: Ghost = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Ghost = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device, requires_grad=False
         )
         made._meta, made.origin, made.is_elsewhere = meta, origin, is_elsewhere
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Ghost({tuple(self.shape)}, {self.dtype}, of {self.origin})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, args, kwargs or {})

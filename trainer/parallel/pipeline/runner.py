@@ -188,7 +188,7 @@ class Runner:
         elif is_split:
             held.weights = _backward_of_inputs(outputs, gradients, leaves, module)
         elif outputs:
-            torch.autograd.backward(outputs, gradients)  # type: ignore[arg-type]
+            torch.autograd.backward(outputs, gradients)
         held.outgoing = []
         if stage and order.rank_of[stage - 1] == order.rank_of[stage]:
             self._messages.put(("B", stage - 1, action.part), _gradients(held.incoming))
@@ -199,7 +199,7 @@ class Runner:
 
         if held.left is not None:
             if held.left[0]:
-                torch.autograd.backward(held.left[0], held.left[1])  # type: ignore[arg-type]
+                torch.autograd.backward(held.left[0], held.left[1])
             held.left = None
             return
         stage_backward_weight((one for one in module.parameters() if one.requires_grad), held.weights)

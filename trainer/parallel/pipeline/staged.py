@@ -340,11 +340,11 @@ class _Border:
         return self._staged.pass_border(self._stage, self._name, args, kwargs)
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes random operators outside of a stage's modules, which other stages may run, too, and draw others."""
 
     def __init__(self, run: _Run) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._noted = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
