@@ -41,7 +41,7 @@ class Ghost(Tensor):
         made._meta, made.origin, made.is_elsewhere = meta, origin, is_elsewhere
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Ghost({tuple(self.shape)}, {self.dtype}, of {self.origin})"
 
     @classmethod
