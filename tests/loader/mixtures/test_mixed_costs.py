@@ -19,8 +19,7 @@ from penstock.loader.order.costs.buckets import BucketedOrder, plan_epoch
 from penstock.loader.order.costs.cuts import cut_by_cost
 from penstock.loader.order.forecast import batch_ids
 from penstock.loader.order.plan import EpochPlan, Order
-from penstock.loader.order.selecting import Selection
-from penstock.loader.order.selecting.weights import Weights
+from penstock.loader.order.selecting import Selection, Weights
 
 SIZES = [61, 150, 40]
 WEIGHTS = [1.0, 2.0, 0.5]
