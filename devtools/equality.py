@@ -50,7 +50,7 @@ CLIP_NORM = 0.5
 REPLICATED = ("lm", "resnet", "embeddings")
 """Models that are trained on replicas of one rank, too."""
 
-LAYOUTS = ("", "tp=2", "cp=2", "tp=2,cp=2")
+LAYOUTS = ("", "tp=2", "cp=2", "tp=2,cp=2", "pp=2", "pp=2,tp=2")
 BOUNDS = {"fp32": 2e-6, "fp64": 1e-13}
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -148,13 +148,18 @@ def _train(
             trainer.train()
             generators = digest_generators()
     modes = {name: one.training for name, one in model.named_modules()}
-    own = (copy_buffers(model), modes, generators, mesh.replica)
-    everyones: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyones, own)
     weights = {
         name: (one.full_tensor() if isinstance(one, DTensor) else one).detach()
         for name, one in model.named_parameters()
     }
+    own = (copy_buffers(model), modes, generators, mesh.replica)
+    everyones: list[Any] = [None] * world.world_size
+    dist.all_gather_object(everyones, own)
+    if mesh.sizes.pp > 1:
+        names = {name for name, _ in case.model(dtype).named_parameters()}  # a stage may use other names of tied ones
+        stages: list[Any] = [None] * world.world_size
+        dist.all_gather_object(stages, weights)
+        weights = {name: one for stage in stages for name, one in stage.items() if name in names}
     buffers, modes_of, generators_of, replicas = zip(*everyones, strict=True)
     return Trained(weights, list(buffers), list(modes_of), list(generators_of), list(replicas))
 

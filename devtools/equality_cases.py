@@ -25,6 +25,7 @@ SEED = 0
 _WORDS, _LENGTH = 13, 5
 _TOKENS, _SEQUENCE = 12, 8
 _CPU = torch.device("cpu")
+_PARTS = {"microbatches": 2}
 
 
 class _Block(nn.Module):
@@ -275,13 +276,23 @@ CASES: dict[str, Case] = {
         Bounded,
         _lose_clicks,
     ),
-    "llama": Case(lambda: _make_llama(tied=True), _make_sequences, _ADAM, _lose_tokens, parallel={"tp": {}, "cp": {}}),
+    "llama": Case(
+        lambda: _make_llama(tied=True),
+        _make_sequences,
+        _ADAM,
+        _lose_tokens,
+        parallel={"tp": {}, "cp": {}, "pp": _PARTS},
+    ),
     "untied": Case(
         lambda: _make_llama(tied=False),
         _make_sequences,
         _ADAM,
         _lose_tokens,
-        parallel={"tp": {"plan": {"use": "penstock.trainer.recipes.llama:plan", "args": {"loss": False}}}, "cp": {}},
+        parallel={
+            "tp": {"plan": {"use": "penstock.trainer.recipes.llama:plan", "args": {"loss": False}}},
+            "cp": {},
+            "pp": _PARTS,
+        },
     ),
     "encoder": Case(Encoder, _make_sequences, _ADAM, _lose_masked, parallel={"cp": {}}),
 }

@@ -52,7 +52,7 @@ def find_spread(config: TrainerConfig, model: nn.Module, mesh: Mesh) -> tuple[Re
         TrainerConfigError: the model cannot be cut so.
     """
     parallel = config.parallel
-    for key in ("tp", "cp", "ep"):
+    for key in ("cp", "ep"):
         if parallel.pp > 1 and getattr(parallel, key) > 1:
             raise TrainerConfigError(
                 f"parallel.pp={parallel.pp} with parallel.{key}={getattr(parallel, key)} is not there yet; leave one "

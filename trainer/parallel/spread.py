@@ -17,6 +17,7 @@ from .checks.peers import PeersCheck
 from .config import ParallelConfig
 from .context import ContextCut
 from .experts import spread_experts
+from .pipeline.ghosts import Ghost
 from .pipeline.pipeline import Pipeline
 from .tensor import TensorPlan, spread_losses
 
@@ -37,6 +38,8 @@ class ReplicaSpread:
         self._pipeline = pipeline
         self._tp = config.tp
         self._plan = TensorPlan(model, config) if config.tp > 1 else None
+        if self._plan is not None and pipeline is not None:
+            pipeline.staged.change_shapes(self._plan.shape_changes())
         self._peers = PeersCheck(mesh.device_mesh["tp"]) if config.tp > 1 else None
         self._context = ContextCut(mesh) if config.cp > 1 else None
         self._model = model
@@ -47,7 +50,8 @@ class ReplicaSpread:
             self._pipeline.spread()
         if self._plan is not None:
             assert mesh.device_mesh is not None, "a replica lies on several ranks"
-            self._plan.cut(mesh.device_mesh["tp"])
+            with nullcontext() if self._pipeline is None else self._pipeline.staged.passing_ghosts():
+                self._plan.cut(mesh.device_mesh["tp"], None if self._pipeline is None else self._pipeline.has)
         if mesh.sizes.ep > 1:
             spread_experts(self._model, mesh)
 
@@ -68,6 +72,8 @@ class ReplicaSpread:
                 found = loss(model, batch)
             if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor)):
                 return found
+            if isinstance(found[0], Ghost):  # a stage without the loss, or a rehearsal
+                return found
             total, count = (
                 one.full_tensor() if isinstance(one, DTensor) and plan.cuts_losses else one for one in found
             )
@@ -85,6 +91,7 @@ class ReplicaSpread:
         """
         if self._peers is not None:
             self._peers.see_gradients(model.named_parameters())
+            self._peers.has_loss = True  # stages but the last have none
 
     @contextmanager
     def _named_if_it_does_not_fit(self) -> Iterator[None]:

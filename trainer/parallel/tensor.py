@@ -31,12 +31,10 @@ from ..errors import TrainerConfigError
 from ..imports import describe_error, import_name
 from ..options import suggest
 from .config import ParallelConfig
+from .sequence_shapes import SEQUENCE, ShapeChange, check_length, find_shape_change
 
 Styles = Mapping[str, ParallelStyle | str]
 """Names of modules, with wildcards, to how each is cut."""
-
-_SEQUENCE = 1
-"""The dimension of activations, (B, T, ...), along which sequences are cut between layers."""
 
 
 class LossParallel(ColwiseParallel):
@@ -63,18 +61,16 @@ class LossParallel(ColwiseParallel):
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "colwise_gathered": partial(ColwiseParallel, output_layouts=Replicate()),
-    "colwise_of_sequence": partial(ColwiseParallel, input_layouts=Shard(_SEQUENCE)),
-    "colwise_of_sequence_gathered": partial(
-        ColwiseParallel, input_layouts=Shard(_SEQUENCE), output_layouts=Replicate()
-    ),
+    "colwise_of_sequence": partial(ColwiseParallel, input_layouts=Shard(SEQUENCE)),
+    "colwise_of_sequence_gathered": partial(ColwiseParallel, input_layouts=Shard(SEQUENCE), output_layouts=Replicate()),
     "rowwise": RowwiseParallel,
     "rowwise_of_whole": partial(RowwiseParallel, input_layouts=Replicate()),
-    "rowwise_to_sequence": partial(RowwiseParallel, output_layouts=Shard(_SEQUENCE)),
+    "rowwise_to_sequence": partial(RowwiseParallel, output_layouts=Shard(SEQUENCE)),
     "embedding": partial(RowwiseParallel, input_layouts=Replicate()),
-    "embedding_to_sequence": partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=Shard(_SEQUENCE)),
+    "embedding_to_sequence": partial(RowwiseParallel, input_layouts=Replicate(), output_layouts=Shard(SEQUENCE)),
     "sequence": SequenceParallel,
     "loss": LossParallel,
-    "loss_of_sequence": partial(LossParallel, input_layouts=Shard(_SEQUENCE)),
+    "loss_of_sequence": partial(LossParallel, input_layouts=Shard(SEQUENCE)),
 }
 """Words for styles. An embedding is cut by its rows, which are tokens; "sequence" is for norms on cut sequences."""
 
@@ -120,14 +116,23 @@ class TensorPlan:
         """Return whether scores come to the loss cut by classes."""
         return any(isinstance(style, LossParallel) for _, style in self._styles.values())
 
-    def cut(self, mesh: DeviceMesh) -> None:
+    def shape_changes(self) -> dict[str, ShapeChange]:
+        """By name of a module, how the shapes of what goes in and out change; columns count as whole ones.
+
+        Raises:
+            TrainerConfigError: a style of which that is not known.
+        """
+        return {name: find_shape_change(name, style, self._tp) for name, (_, style) in self._styles.items()}
+
+    def cut(self, mesh: DeviceMesh, is_here: Callable[[str], bool] | None = None) -> None:
         """Cut the weights along ``mesh``, of one dimension; they must be the same on all of its ranks. No collective.
 
-        Modules that were taken out of the model since are left as they are.
+        Modules that were taken out of the model since are left as they are, and so are those that ``is_here`` says
+        are not.
         """
         there = {id(module) for module in self._model.modules()}
         for name, (module, style) in self._styles.items():
-            if id(module) not in there:
+            if id(module) not in there or not (is_here is None or is_here(name)):
                 continue
             frozen = {key for key, one in module.named_parameters() if not one.requires_grad}
             parallelize_module(module, mesh, style, src_data_rank=None)
@@ -135,7 +140,7 @@ class TensorPlan:
                 one.requires_grad_(key not in frozen)  # SequenceParallel forgets it
                 _check_even(f"{name}.{key}", one, self._where)
             if _gives_sequence(style):
-                module.register_forward_pre_hook(partial(_check_length, name, self._tp))
+                module.register_forward_pre_hook(partial(check_length, name, self._tp))
         for ties in self._ties:
             held = [(self._model.get_submodule(name), key) for name, key in ties if _holds(self._model, name, key)]
             placed = [getattr(module._parameters[key], "placements", None) for module, key in held]
@@ -286,13 +291,4 @@ def _check_even(name: str, parameter: Tensor, where: str) -> None:
 
 
 def _gives_sequence(style: ParallelStyle) -> bool:
-    return Shard(_SEQUENCE) in getattr(style, "output_layouts", ())
-
-
-def _check_length(name: str, tp: int, module: nn.Module, inputs: Any) -> None:
-    length = inputs[0].shape[_SEQUENCE] if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1 else 0
-    if length % tp:
-        raise TrainerConfigError(
-            f"parallel.plan cuts sequences after {name!r} over the parallel.tp={tp} ranks, and one of {length} tokens "
-            f"has no {tp} equal parts; make them {-(-length // tp) * tp} long, or use a plan that leaves them whole"
-        )
+    return Shard(SEQUENCE) in getattr(style, "output_layouts", ())

@@ -99,6 +99,10 @@ class Pipeline:
         """Return whether this rank has the last stage, where losses come to be."""
         return self.cut.stages - 1 in self.own
 
+    def has(self, name: str) -> bool:
+        """Return whether a module of the whole model is in one of this rank's stages."""
+        return self.staged.stage_of(name) in self.own
+
     def spread(self) -> None:
         """Leave the model the parameters and buffers of this rank's stages."""
         self.staged.keep(self.own)

@@ -9,7 +9,8 @@ and every stage takes of the batch what it needs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ...errors import TrainerConfigError
 from .cut import Cut
 from .ghosts import Ghost, all_elsewhere, find_elsewhere, ghost_of, is_elsewhere
+
+Forward = Callable[..., Any]
 
 
 class _ForwardIsOver(BaseException):
@@ -126,6 +129,44 @@ class StagedModel:
         for name in self._gated:
             module = self._modules[name]
             module.forward = _Gate(self, name, module.forward, is_shadow=False)
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a module that has weights, or is in one that has; -1 elsewhere."""
+        unit = self._unit_of(name)
+        return -1 if unit is None else self._gated.get(unit, -1)
+
+    def change_shapes(self, changes: Mapping[str, Callable[[Forward], Forward]]) -> None:
+        """Let rehearsals use changed forwards of modules by name, as where their weights or activations are cut.
+
+        Raises:
+            TrainerConfigError: a module around stages, or one without weights that every stage runs.
+        """
+        for name, change in changes.items():
+            if self.stage_of(name) < 0:
+                raise TrainerConfigError(
+                    f"parallel.plan names {name!r}, which lies on several stages, or has no weights and runs on all; "
+                    "with parallel.pp name modules of one stage, as those in it"
+                )
+            shadow = self._shadows[name]
+            if name in self._gated:
+                self._forwards[name] = change(self._forwards[name])
+                shadow.forward = _Gate(self, name, self._forwards[name], is_shadow=True)
+            else:
+                shadow.forward = change(shadow.forward)
+
+    @contextmanager
+    def passing_ghosts(self) -> Iterator[None]:
+        """Let hooks that are added to modules within be passed by where another stage runs."""
+        tables = [
+            table
+            for name in self._gated
+            for table in (self._modules[name]._forward_pre_hooks, self._modules[name]._forward_hooks)
+        ]
+        before = [set(table) for table in tables]
+        yield
+        for table, known in zip(tables, before, strict=True):
+            for key in table.keys() - known:
+                table[key] = _UnlessGhosts(table[key])
 
     def run(
         self,
@@ -328,6 +369,16 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._staged.call_unit(self._name, self._forward, args, kwargs, is_shadow=self._is_shadow)
+
+
+class _UnlessGhosts:
+    """A hook that is not called with ghosts."""
+
+    def __init__(self, hook: Forward) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, *values: Any) -> Any:
+        return None if find_elsewhere(values) is not None else self._hook(module, *values)
 
 
 class _Border:

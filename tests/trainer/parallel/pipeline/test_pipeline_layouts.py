@@ -37,6 +37,32 @@ def test_stages_of_two_replicas_train_what_one_process_trains() -> None:
     assert [one for found in run_ranks(compare_layouts, 4, cases, timeout_s=300.0) for one in found] == []
 
 
+@pytest.mark.slow
+def test_stages_that_tensor_parallelism_cuts_train_what_one_process_trains() -> None:
+    layout = {"pp": 2, "tp": 2, "microbatches": 4}
+    cases = [
+        {"model": "llama", "layout": {**layout, "zero": 0}, "accumulate": 3, "clip": 0.5},
+        {"model": "tied llama", "layout": {**layout, "zero": 1}, "clip": 0.5},
+        {"model": "llama", "layout": {**layout, "zero": 2}, "accumulate": 3},
+        {"model": "llama", "layout": {**layout, "zero": 3, "schedule": "ZBVZeroBubble"}, "clip": 0.5},
+        {"model": "tied llama", "layout": {**layout, "schedule": "Interleaved1F1B"}, "clip": 0.5},
+    ]
+    assert [one for found in run_ranks(compare_layouts, 4, cases, timeout_s=300.0) for one in found] == []
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_cut_stage_that_dies_is_named_and_another_layout_resumes(tmp_path: Path) -> None:
+    layout = {"pp": 2, "tp": 2, "microbatches": 4}
+    ranks: Any = Ranks(die_in_a_step, 4, str(tmp_path), layout, "llama")
+    outcomes = ranks.join(timeout_s=240.0)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert all(outcomes[rank].exit_code not in (0, None) for rank in (0, 2, 3))
+    assert "rank 1 (pp 0, tp 1)" in (tmp_path / "stalls" / "stall-rank-0.txt").read_text()
+    layouts = [{"pp": 2, "microbatches": 4}]
+    found = run_ranks(resume_across, 2, "llama", layouts, str(tmp_path), timeout_s=300.0)
+    assert [one for its in found for one in its] == []
+
+
 def test_a_run_resumes_with_other_stages_and_without(tmp_path: Path) -> None:
     layouts = [{"pp": 2, "microbatches": 8}, {"zero": 2}, {"pp": 2, "microbatches": 8, "zero": 1}]
     found = run_ranks(resume_across, 2, "gpt", layouts, str(tmp_path), timeout_s=300.0)
