@@ -120,6 +120,11 @@ class TensorPlan:
         """Return whether scores come to the loss cut by classes."""
         return any(isinstance(style, LossParallel) for _, style in self._styles.values())
 
+    @property
+    def styles(self) -> Mapping[str, ParallelStyle]:
+        """The style of each module that the plan names, by the module's name."""
+        return {name: style for name, (_, style) in self._styles.items()}
+
     def cut(self, mesh: DeviceMesh) -> None:
         """Cut the weights along ``mesh``, of one dimension; they must be the same on all of its ranks. No collective.
 
