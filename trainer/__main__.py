@@ -22,6 +22,7 @@ from .ranks.mesh import Mesh
 from .ranks.world import World, close_world, open_world
 from .recipes.command_line import read_command
 from .recipes.parameter_groups import freeze_parameters
+from .recipes.plan import print_plan
 from .recipes.recipe import Component, Recipe, format_toml
 from .report.progress import Summary
 from .reproducibility import seed_all
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recipe.check()
             if command.dry_run:
                 print(format_toml(recipe.describe()).strip())
+                return 0
+            if command.plan:
+                print_plan(recipe, ranks=command.ranks, memory=command.memory)
                 return 0
         is_alike = False
         world = open_world(device=recipe.trainer.device)

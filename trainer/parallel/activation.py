@@ -79,7 +79,7 @@ class CompileConfig:
 
 def recompute_activations(model: nn.Module, config: ActivationConfig) -> int:
     """Make every k-th block recompute its activations, and return how many do. Parameter names stay the same."""
-    chosen = _find_recomputed(model, config)
+    chosen = find_recomputed(model, config)
     for block in chosen:
         block.forward = _recomputed(block)
     return len(chosen)
@@ -101,7 +101,7 @@ def compile_model(
     if config.cuda_graphs:
         arguments["mode"] = "reduce-overhead"
     compiled = find_blocks(model, parallel.blocks, "parallel.blocks") or [model]
-    recomputed = {id(block): block for block in _find_recomputed(model, activation)}
+    recomputed = {id(block): block for block in find_recomputed(model, activation)}
     for module in compiled:
         if id(module) not in recomputed:
             module.compile(**arguments)
@@ -111,7 +111,8 @@ def compile_model(
         block.forward = torch.compile(block.forward, **arguments)
 
 
-def _find_recomputed(model: nn.Module, config: ActivationConfig) -> list[nn.Module]:
+def find_recomputed(model: nn.Module, config: ActivationConfig) -> list[nn.Module]:
+    """The blocks that recompute their activations."""
     if not config.every:
         return []
     blocks = find_blocks(model, config.blocks, "activation.blocks")

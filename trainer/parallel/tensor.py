@@ -116,6 +116,11 @@ class TensorPlan:
         """Return whether scores come to the loss cut by classes."""
         return any(isinstance(style, LossParallel) for _, style in self._styles.values())
 
+    @property
+    def styles(self) -> Mapping[str, ParallelStyle]:
+        """The style of each module that the plan names, by the module's name."""
+        return {name: style for name, (_, style) in self._styles.items()}
+
     def shape_changes(self) -> dict[str, ShapeChange]:
         """By name of a module, how the shapes of what goes in and out change; columns count as whole ones.
 

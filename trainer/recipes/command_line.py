@@ -59,6 +59,9 @@ class Command:
 
     recipe: Recipe
     dry_run: bool
+    plan: bool = False
+    ranks: int = 1
+    memory: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,15 @@ class TrainArguments:
 
     dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="dry-run", help_behavior_hint="")] = False
     """Print the resolved recipe as TOML, with every import checked, and stop."""
+
+    plan: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="plan", help_behavior_hint="")] = False
+    """Print what the layout costs each rank, in memory and on the wire, and stop; needs no devices and no data."""
+
+    ranks: Annotated[int, tyro.conf.arg(name="ranks")] = 1
+    """With --plan, the ranks that there will be."""
+
+    memory: Annotated[str | None, tyro.conf.arg(name="memory", metavar="SIZE", help_behavior_hint="")] = None
+    """With --plan, the memory of a rank, as 80GiB: also prints the layouts that fit, best first."""
 
     trainer: tyro.conf.FlagConversionOff[TrainerConfig]
 
@@ -105,7 +117,13 @@ def read_command(words: Sequence[str]) -> Command:
             console_outputs=is_first,
             registry=_toml_values(),
         )
-    return Command(recipe=build_recipe({**tables, "trainer": given.trainer}), dry_run=given.dry_run)
+    return Command(
+        recipe=build_recipe({**tables, "trainer": given.trainer}),
+        dry_run=given.dry_run,
+        plan=given.plan,
+        ranks=given.ranks,
+        memory=given.memory,
+    )
 
 
 def _describe() -> str:
