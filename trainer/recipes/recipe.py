@@ -198,7 +198,7 @@ def read_tables(source: str) -> dict[str, Any]:
         RecipeError: there is no such recipe, or it is not TOML.
     """
     path = Path(source)
-    if not path.exists() and source in shipped_recipes():
+    if not path.is_file() and source in shipped_recipes():  # a run may have left a folder of that name
         path = SHIPPED / f"{source}.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
