@@ -95,7 +95,7 @@ def compare(combination: Combination, world: World, folder: str) -> Found:
     """
     case = CASES[combination.model]
     weights, buffers, wrong = {}, {}, []
-    is_whole = "cp" not in combination.sizes
+    is_whole = not combination.sizes.keys() & {"cp", "pp"}
     unbroken: Trained | None = None
     for name, dtype in _DTYPES.items():
         found = _train(case, dtype, combination, world, f"{folder}/{name}", steps=(STEPS,))
@@ -201,7 +201,7 @@ def _distance(found: Sequence[dict[str, Tensor]], expected: Sequence[dict[str, T
 
 
 def _list_other(found: Trained, expected: Trained, *, is_whole: bool = True) -> Iterator[str]:
-    """Yield what else differs; each part of a sequence draws numbers of its own, which one process does not."""
+    """Yield what else differs; each part of a sequence, and each stage, draws numbers of its own."""
     for rank, (one, other) in enumerate(zip(found.modes, expected.modes, strict=True)):
         if one != other:
             yield f"rank {rank}: modes of modules"
