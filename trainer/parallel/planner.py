@@ -42,7 +42,7 @@ WIRE = ("dp", "cp", "tp", "pp", "ep")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step computes: a model of shapes, the trace of its forward (none: not known), and the step's rows.
+    """A step's computation: a model of shapes, the trace of its forward (none: not known), and the step's rows.
 
     ``rows`` gives the rows of a batch on each of so many replicas, and raises TrainerConfigError where there are none.
     """

@@ -1,4 +1,4 @@
-"""What one forward of a model keeps for its backward, and what its modules take and give, without memory or devices."""
+"""Tensors that a forward keeps for its backward, and that modules take and give, without memory or devices."""
 
 from __future__ import annotations
 

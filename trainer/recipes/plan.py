@@ -82,7 +82,7 @@ def print_plan(recipe: Recipe, *, ranks: int, memory: str | None) -> None:
 
 
 def read_work(recipe: Recipe) -> tuple[Work, tuple[str, ...]]:
-    """What a step of the recipe computes, from shapes; and notes on what is not known."""
+    """The computation of a step of the recipe, from shapes; and notes on what is not known."""
     model = build_on_meta(recipe.model.make)
     freeze_parameters(model, recipe.groups)
     notes: list[str] = []

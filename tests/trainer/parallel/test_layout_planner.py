@@ -168,6 +168,8 @@ class Sent(TorchDispatchMode):
         self.by_ranks: dict[int, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(one, "__tensor_flatten__") for one in types):
+            return NotImplemented  # until it comes to the parts
         name = func._schema.name
         result = func(*args, **(kwargs or {}))
         if name.startswith("c10d::"):
@@ -176,7 +178,7 @@ class Sent(TorchDispatchMode):
             whole = max(_bytes_of(one) for one in args)
             times = 2 if "allreduce" in name else 1
             self.by_ranks[ranks] = self.by_ranks.get(ranks, 0.0) + times * (1 - 1 / ranks) * whole
-        elif name.startswith("_c10d_functional::") and "wait" not in name:
+        elif name.startswith("_c10d_functional::") and isinstance(args[-1], str):
             ranks = dist.distributed_c10d._resolve_process_group(args[-1]).size()
             whole = max(_bytes_of(args[0]), _bytes_of(result))
             times = 2 if "all_reduce" in name else 1
