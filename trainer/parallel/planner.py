@@ -6,8 +6,9 @@ what it gathers or scatters. What is an estimate is said by ``Plan.notes``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -151,7 +152,7 @@ def plan_layout(work: Work, config: ParallelConfig, ranks: int) -> Plan:
         if order is None:
             activations = held.count(lambda name: True)
         else:
-            by_stage = {stage: held.count(lambda name, at=stage: stage_of(name) == at) for stage in own}
+            by_stage = {stage: held.count(partial(_is_of, stage_of, stage)) for stage in own}
             activations = _peak(order.actions[place], by_stage)
         weights, gradients, optimizer = states
         memories.append(
@@ -339,7 +340,11 @@ def _names_of(model: nn.Module, chosen: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if id(module) in found)
 
 
-def _block_of(name: str, blocks: frozenset[str]) -> str:
+def _is_of(stage_of: Callable[[str], int], stage: int, name: str) -> bool:
+    return stage_of(name) == stage
+
+
+def _block_of(name: str, blocks: Collection[str]) -> str:
     """The innermost block around a name; empty outside of all."""
     while name:
         name = name.rpartition(".")[0]
@@ -536,7 +541,7 @@ def _count_norms(work: Work, config: ParallelConfig, styles: Mapping[str, Parall
     """Bytes of the gradients of norms on cut sequences, which are summands on each rank of tp."""
     names = [name for name, style in styles.items() if isinstance(style, SequenceParallel)]
     modules = dict(work.model.named_modules())
-    size = sum(one.nbytes for name in names for one in modules[name].parameters() if one.requires_grad)
+    size: int = sum(one.nbytes for name in names for one in modules[name].parameters() if one.requires_grad)
     return 2 * (1 - 1 / config.tp) * size * (passes if config.zero else 1)
 
 

@@ -115,7 +115,7 @@ def _without_values(model: nn.Module) -> Iterator[None]:
                 if id(one) not in made:
                     fake = torch.empty(one.shape, dtype=one.dtype, device="cpu")
                     made[id(one)] = nn.Parameter(fake, one.requires_grad) if isinstance(one, nn.Parameter) else fake
-                tensors[key] = made[id(one)]
+                tensors[key] = made[id(one)]  # type: ignore[assignment]
     try:
         yield
     finally:
