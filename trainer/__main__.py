@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = read_command(sys.argv[1:] if arguments is None else arguments)
             recipe = command.recipe
             recipe.check()
+            if not command.plan and (command.ranks != 1 or command.memory is not None):
+                raise RecipeError("--ranks and --memory say what --plan plans for; add --plan, or leave them out")
             if command.dry_run:
                 print(format_toml(recipe.describe()).strip())
                 return 0

@@ -218,6 +218,18 @@ def _toml_values() -> ConstructorRegistry:
         )
 
     @registry.primitive_rule
+    def read_stages(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
+        if info.type != tuple[str | tuple[str, ...], ...]:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="none|NAME,...",
+            instance_from_str=lambda words: () if words[0] == "none" else _split_stages(words[0]),
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=lambda value: [format_value(value) if value else "none"],
+        )
+
+    @registry.primitive_rule
     def read_plan(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         if info.type != PlanSource | None:
             return None
@@ -236,6 +248,13 @@ def _toml_values() -> ConstructorRegistry:
 
 def _read_table(key: str, text: str) -> Mapping[str, Any]:
     return as_table(key, _parse_value(text))
+
+
+def _split_stages(text: str) -> tuple[str | tuple[str, ...], ...]:
+    value = _parse_value(text)
+    if not isinstance(value, list):
+        return _split_names(text)
+    return tuple(tuple(map(str, one)) if isinstance(one, list) else str(one) for one in value)
 
 
 def _split_names(text: str) -> tuple[str, ...]:

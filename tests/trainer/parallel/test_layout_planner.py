@@ -126,7 +126,7 @@ def test_layouts_that_fit_come_with_reasons(work: Work) -> None:
     [
         ({"tp": 2}, 3, "not a multiple"),
         ({"tp": 8}, 8, "parallel.tp=8 does not divide"),
-        ({"pp": 2, "tp": 2}, 4, "parallel.pp=2 with parallel.tp=2"),
+        ({"pp": 2, "tp": 2}, 4, "does not count parallel.pp=2 with parallel.tp=2"),
         ({"pp": 16, "microbatches": 16}, 16, "parallel.pp"),
         ({"pp": 2, "microbatches": 5}, 2, "parallel.microbatches=5 does not divide the 32 rows"),
         ({"ep": 2}, 2, "the model has none"),
