@@ -130,8 +130,8 @@ def plan_layout(work: Work, config: ParallelConfig, ranks: int) -> Plan:
     for key in ("tp", "cp", "ep"):
         if config.pp > 1 and getattr(config, key) > 1:
             raise TrainerConfigError(
-                f"--plan does not count parallel.pp={config.pp} with parallel.{key}={getattr(config, key)} yet; leave one "
-                "of them out"
+                f"--plan does not count parallel.pp={config.pp} with parallel.{key}={getattr(config, key)} yet; leave "
+                "one of them out"
             )
     rows = work.rows(sizes.dp)
     tensor_plan = TensorPlan(work.model, config) if config.tp > 1 else None
