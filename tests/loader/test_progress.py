@@ -44,7 +44,7 @@ def test_a_bar_tells_what_is_done_and_is_wiped_out(
     with show_progress("packing", total, unit=unit) as advance:
         advance(300)
         deadline_s = time.monotonic() + 60
-        while "packing" not in terminal.getvalue() and time.monotonic() < deadline_s:
+        while not all(text in terminal.getvalue() for text in shown) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         print("a line of the user's")
     drawn = terminal.getvalue()
