@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class StepNumbers:
             for name, value in found.items():
                 if not isinstance(value, float | int | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
                     self._refuse(module_name, module, f"returned {value!r} for {name!r}")
-                self._add(name, torch.as_tensor(value).detach().reshape(()).double())
+                self._add(name, torch.as_tensor(value).reshape(()).to(torch.float64, copy=True))
 
     def take(self) -> dict[str, float]:
         """The numbers since the last call; those of which there were none are left out."""
@@ -59,7 +59,7 @@ class StepNumbers:
         value = value.to(total.device)
         self._sums[name] = total + value.where(~value.isnan(), 0.0), count + ~value.isnan()
 
-    def _refuse(self, name: str, module: object, what: str) -> None:
+    def _refuse(self, name: str, module: object, what: str) -> NoReturn:
         raise TrainerConfigError(
             f"{name} ({type(module).__name__}): describe_step() {what}; return a mapping of names to numbers"
         )
