@@ -373,5 +373,6 @@ class DistributedTrainer:
                 "loss_scale": self.steps.loss_scale,
                 "wire_bytes": self.compression.stats.wire_bytes,
                 **self._passes.describe(),
-            }
+            },
+            self.parallel.describe_steps(),
         )

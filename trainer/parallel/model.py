@@ -49,6 +49,7 @@ from .precision import (
     list_batch_norms,
 )
 from .spread import ReplicaSpread
+from .step_numbers import StepNumbers
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -164,6 +165,7 @@ class ParallelModel:
         )
         self._master_weights = MasterWeights(model)
         self._exchanges_last: bool | None = None
+        self._numbers = StepNumbers(model)
         self._accountants: list[Any] = [one for one in model.modules() if hasattr(one, "after_update")]
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
@@ -265,13 +267,20 @@ class ParallelModel:
         """Tell modules that keep account of a step that it is over; after an update a collective, where there are such.
 
         ``after_update(add_up)`` gets a function that sums a tensor over all ranks that exchange gradients;
-        ``forget_step()`` follows a step without an update.
+        ``forget_step()`` follows a step without an update. Numbers of modules that have ``describe_step()`` are
+        gathered after an update.
         """
         for module in self._accountants:
             if updated:
                 module.after_update(self._add_up)
             else:
                 module.forget_step()
+        if updated:
+            self._numbers.gather()
+
+    def describe_steps(self) -> dict[str, float]:
+        """Numbers that this rank's modules add to the record of the steps since the last call; waits for the device."""
+        return self._numbers.take()
 
     def _add_up(self, amount: torch.Tensor) -> torch.Tensor:
         if self.exchanges:

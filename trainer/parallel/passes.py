@@ -49,6 +49,12 @@ class Passes(Protocol):
     def measure(self, batch: Any, metrics: Callable[[nn.Module, Any], Found]) -> Found | None:
         """Return the results of ``metrics`` for model and batch, forward only; None on ranks that do not know them."""
 
+    def take_times(self) -> tuple[float, float]:
+        """Seconds of this rank's schedules that are over since the last call, and those in which it computed."""
+
+    def add_times(self, scheduled: float, computed: float) -> None:
+        """Hear the sums of these over all ranks, once a step."""
+
     def describe(self) -> dict[str, float]:
         """Numbers for the record of the steps since the last call, by name."""
 
@@ -84,6 +90,12 @@ class PlainPasses:
         parallel = self._parallel
         with self._computes():
             return metrics(parallel.module if parallel.is_sharded else parallel.inner, batch)
+
+    def take_times(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def add_times(self, scheduled: float, computed: float) -> None:
+        pass
 
     def describe(self) -> dict[str, float]:
         return {}

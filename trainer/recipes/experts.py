@@ -206,6 +206,16 @@ class MixtureOfExperts(nn.Module):
         """Take the loads of a step that was skipped for none."""
         self._load = None
 
+    def describe_step(self) -> dict[str, Tensor]:
+        """Tokens of the busiest and of the idlest expert in the last update, as multiples of an even share.
+
+        Both are NaN where no token came, as on other stages of a pipeline.
+        """
+        if self.shares is None:
+            return {}
+        loads = torch.where(self.shares.sum() > 0, self.shares * self.config.num_experts, math.nan)
+        return {"expert_load_max": loads.max(), "expert_load_min": loads.min()}
+
     def _count(self, chosen: Tensor, scores: Tensor) -> None:
         if not (self.training and torch.is_grad_enabled()):
             self.auxiliary_loss = None

@@ -134,8 +134,11 @@ class Recorder:
             record = StepRecord(self._progress.step, self._progress.epoch, result)
             self._tell(listening, lambda observer: observer.on_step(record))  # type: ignore[union-attr]
 
-    def record_steps(self, values: Values) -> None:
-        """Record the steps since the last record, if there are any, with ``values`` besides their averages."""
+    def record_steps(self, values: Values, numbers: Values) -> None:
+        """Record the steps since the last record, if there are any, with ``values`` besides their averages.
+
+        ``numbers`` are those of the model's modules, which stand behind others of the same name.
+        """
         window = self._window
         if not window.steps:
             return  # the time since then belongs to the next record
@@ -147,6 +150,7 @@ class Recorder:
         self.record(
             "train",
             {
+                **numbers,
                 "epoch": progress.epoch,
                 **window.describe(self._compute),
                 **(self._measure() if self._observers else {}),

@@ -192,6 +192,7 @@ class StepRunner:
                 epoch=epoch,
                 settings=self._settings.mark(),
                 late=None if self._unread is None else self._unread[1],
+                times=self._passes.take_times(),
             )
             if self._correct is not None:
                 totals = self._read(reading)
@@ -215,6 +216,7 @@ class StepRunner:
         assert reading is not None, "there was a microbatch"
         assert self._expected_count is not None, "there was a microbatch"
         totals = self._read(reading) if totals is None else totals
+        self._passes.add_times(totals.scheduled, totals.computed)
         unread, self._unread = self._unread, None
         if totals.late and unread is not None:
             self._policy.refuse_late(unread[0], self._parallel.inner.named_parameters())

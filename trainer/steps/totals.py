@@ -34,6 +34,10 @@ class Totals:
     late: float
     """Ranks whose gradients of the step before were not finite, where that was not read in time."""
 
+    scheduled: float
+    computed: float
+    """Seconds of the pipelines' schedules, and of what ranks computed in them, where there are pipelines."""
+
     orders: tuple[Marks, ...]
     settings: tuple[Marks, ...]
     """By stage; so are ``orders``."""
@@ -41,13 +45,18 @@ class Totals:
     @classmethod
     def read(cls, values: Sequence[float]) -> Totals:
         """The totals that ``StepTotals`` exchanged."""
-        plain, marks = values[: len(_NAMES)], values[len(_NAMES) :]
+        plain, rest = dict(zip(_NAMES, values, strict=False)), values[len(_NAMES) :]
+        end = len(rest) - len(rest) % len(_MARKS)
+        marks, (scheduled, computed) = rest[:end], rest[end:] or (0.0, 0.0)
         found = [Marks(total=total, squares=squares) for total, squares in zip(marks[::2], marks[1::2], strict=True)]
-        return cls(**dict(zip(_NAMES, plain, strict=True)), orders=tuple(found[::2]), settings=tuple(found[1::2]))
+        return cls(
+            **plain, scheduled=scheduled, computed=computed, orders=tuple(found[::2]), settings=tuple(found[1::2])
+        )
 
 
 _NAMES = ("loss", "count", "rows", "stop", "trace", "epoch", "epoch_squares", "late")
 _MARKS = ("order", "order_squares", "settings", "settings_squares")
+_TIMES = ("scheduled", "computed")  # where there are pipelines; behind the marks of all stages
 
 
 class StepTotals:
@@ -60,6 +69,8 @@ class StepTotals:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         names = [*_NAMES, *(f"{name} {stage}" for stage in range(mesh.sizes.pp) for name in _MARKS)]
+        self._times: tuple[str, ...] = _TIMES if mesh.sizes.pp > 1 else ()
+        names += self._times
         self._on_host = dict.fromkeys(names, 0.0)
         self._on_device: Tensor | None = None
         self._by_name: dict[str, Tensor] = {}
@@ -84,13 +95,26 @@ class StepTotals:
         return self._collect()[_NAMES.index("count")].clone()
 
     def exchange(
-        self, *, stop: bool, trace: bool, order: tuple[float, float], epoch: int, settings: int, late: Tensor | None
+        self,
+        *,
+        stop: bool,
+        trace: bool,
+        order: tuple[float, float],
+        epoch: int,
+        settings: int,
+        late: Tensor | None,
+        times: tuple[float, float] = (0.0, 0.0),
     ) -> Reading:
-        """Add a step's own numbers, then sum over all ranks while the caller continues."""
+        """Add a step's own numbers, then sum over all ranks while the caller continues.
+
+        ``times`` are seconds of the schedules of a pipeline that are over, and of what was computed in them.
+        """
         once = {"stop": stop, "trace": trace, "epoch": epoch, "epoch_squares": epoch * epoch}
         marks = zip(_MARKS, (*order, settings, settings * settings), strict=True)
         for name, amount in (*once.items(), *((f"{name} {self._mesh.stage}", mark) for name, mark in marks)):
             self._add(name, amount)
+        for name, seconds in zip(self._times, times, strict=False):
+            self._add(name, seconds)
         if late is not None:
             self._add("late", late)
         values = self._collect()

@@ -110,6 +110,20 @@ def test_a_step_without_an_update_and_evaluation_leave_the_balance_alone() -> No
     assert layer.router.bias.eq(0).all()
 
 
+def test_a_step_tells_the_loads_of_the_busiest_and_the_idlest_expert() -> None:
+    layer = make_layer(num_experts_per_tok=1)
+    assert layer.describe_step() == {}
+    layer.router.bias[2] = 100.0
+    layer(torch.randn(2, 3, WIDTH))
+    layer.after_update(lambda load: load)
+    assert {name: float(one) for name, one in layer.describe_step().items()} == {
+        "expert_load_max": 5.0,
+        "expert_load_min": 0.0,
+    }
+    layer.after_update(lambda load: load)  # as on another stage, where no token comes
+    assert all(one.isnan() for one in layer.describe_step().values())
+
+
 def test_the_flops_of_experts_are_those_of_the_experts_that_a_token_has() -> None:
     def flops(**values: Any) -> float:
         shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}

@@ -7,7 +7,7 @@ microbatch, and is refused by name, while shapes, which every stage knows, may b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,6 +43,14 @@ class Ghost(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Ghost({tuple(self.shape)}, {self.dtype}, of {self.origin})"
+
+    def tolist(self) -> NoReturn:
+        # Torch refuses this for any tensor of its own form, and names nothing.
+        why = "they are on another stage" if self.is_elsewhere else "a stage is gone through by shapes alone at first"
+        raise TrainerConfigError(
+            f"parallel.pp: the values of what {self.origin} returned are needed by tolist(), and {why}; let no branch "
+            "and no size depend on values, as those of a mixture of experts do"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

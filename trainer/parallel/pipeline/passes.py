@@ -20,8 +20,8 @@ class PipelinePasses:
     """Runs each batch in parts through the stages; gradients are exchanged after the last batch of a step.
 
     Where weights are sharded, those of a stage are gathered when it runs first in a step, and stay whole until its last
-    gradient is there: stages of other replicas may be at other parts. Mutable state: that of the pipeline, and
-    whether a step's first forward is to come.
+    gradient is there: stages of other replicas may be at other parts. Mutable state: that of the pipeline, whether a
+    step's first forward is to come, and all ranks' seconds in schedules, and of computing there, since the last record.
     """
 
     knows_losses_first: ClassVar[bool] = False
@@ -38,6 +38,7 @@ class PipelinePasses:
         self._precision = precision
         self._phase = phase
         self._is_first = True
+        self._scheduled = self._computed = 0.0
         self._roots = [one for one in parallel.inner.modules() if isinstance(one, FSDPModule)][:1]
         for root in self._roots:
             root.set_reshard_after_forward(False)
@@ -81,10 +82,20 @@ class PipelinePasses:
         found: Found | None = self._pipeline.measure(batch, programme, self._parallel.module)
         return found
 
+    def take_times(self) -> tuple[float, float]:
+        return self._pipeline.take_times()
+
+    def add_times(self, scheduled: float, computed: float) -> None:
+        self._scheduled += scheduled
+        self._computed += computed
+
     def describe(self) -> dict[str, float]:
-        """The bubble as this rank measured it since the last call, and that of the schedule's arithmetic."""
-        found = self._pipeline.bubble()
-        return {} if found is None else {"bubble": found.measured, "bubble_formula": found.formula}
+        """The mean bubble of all ranks as measured since the last call, and that of the schedule's arithmetic."""
+        scheduled, computed = self._scheduled, self._computed
+        self._scheduled = self._computed = 0.0
+        if not scheduled:
+            return {}
+        return {"bubble": 1.0 - computed / scheduled, "bubble_formula": self._pipeline.formula}
 
     def _computes(self, model: nn.Module) -> AbstractContextManager[None]:
         return compute_context(self._precision, self._parallel.world.device, model)

@@ -42,14 +42,6 @@ class Rows:
     cut: Callable[[Any, int], list[Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bubble:
-    """Share of its time in which a rank of a pipeline waits: by the schedule's arithmetic, and as measured here."""
-
-    formula: float
-    measured: float
-
-
 class Pipeline:
     """The stages of a model on this rank, and what the ranks of its replica agreed on about them.
 
@@ -71,7 +63,7 @@ class Pipeline:
         stages = count_stages(self._schedule, self._ranks, named)
         self._rank_of = place_stages(self._schedule, self._ranks, stages)
         self._order = make_order(self._schedule, self._ranks, stages, self.parts)
-        self._formula = self._order.idle_share()
+        self.formula = self._order.idle_share()
         self.cut = cut_model(model, config.stages, stages)
         self.ties = find_ties(model, self.cut)
         self.own = [stage for stage, rank in enumerate(self._rank_of) if rank == self._rank]
@@ -187,11 +179,10 @@ class Pipeline:
         """
         exchange_ties(self.staged.model, self.ties, self._rank_of, self._rank, self._mesh.pipeline_group)
 
-    def bubble(self) -> Bubble | None:
-        """The bubble since the last call, None if nothing ran."""
-        runner = self._runners.get("train")
-        measured = None if runner is None else runner.times.take_idle_share()
-        return None if measured is None else Bubble(formula=self._formula, measured=measured)
+    def take_times(self) -> tuple[float, float]:
+        """Seconds of this rank's schedules in training since the last call, and those in which it computed."""
+        taken = {kind: runner.times.take() for kind, runner in self._runners.items()}
+        return taken.get("train", (0.0, 0.0))
 
     def rehearse(self, parts: Sequence[Any], programme: Callable[[nn.Module, Any], Any], kind: str = "train") -> None:
         """Find what crosses between stages, on all ranks of the pipeline alike; a collective of these, once a ``kind``.

@@ -5,30 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
 
+Span = tuple[Any, Any]
+"""Marks of begin and end: seconds, or a CUDA device's events."""
+
 
 class Times:
-    """Adds up times until they are read; those of a CUDA device by events, which reading waits for.
+    """Adds up times until they are read; those of a CUDA device by events, which nothing waits for.
 
-    Mutable state: the marks of schedules, and of what was computed in them.
+    Mutable state: the marks of schedules, each with those of what was computed in it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._whole: list[tuple[Any, Any]] = []
-        self._computed: list[tuple[Any, Any]] = []
+        self._schedules: list[tuple[Span, list[Span]]] = []
+        self._computed: list[Span] = []
         self._began: Any = None
 
     def begin(self) -> None:
         """Begin a schedule."""
-        self._began = self._mark()
+        self._began, self._computed = self._mark(), []
 
     def end(self) -> None:
         """End the schedule that was begun."""
-        self._whole.append((self._began, self._mark()))
+        self._schedules.append(((self._began, self._mark()), self._computed))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -37,11 +41,15 @@ class Times:
         yield
         self._computed.append((began, self._mark()))
 
-    def take_idle_share(self) -> float | None:
-        """The share of the time since the last call in which nothing was computed; None where there was no schedule."""
-        whole, computed = (sum(map(self._seconds, spans)) for spans in (self._whole, self._computed))
-        self._whole, self._computed = [], []
-        return 1.0 - computed / whole if whole else None
+    def take(self) -> tuple[float, float]:
+        """Seconds of the schedules since the last call, and of what was computed in them; waits for none to be over."""
+        over = list(takewhile(lambda one: self._is_over(one[0]), self._schedules))
+        self._schedules = self._schedules[len(over) :]
+        computed = sum(self._seconds(span) for _, spans in over for span in spans)
+        return sum(self._seconds(whole) for whole, _ in over), computed
+
+    def _is_over(self, span: Span) -> bool:
+        return not self._on_cuda or bool(span[1].query())
 
     def _mark(self) -> Any:
         if not self._on_cuda:
@@ -50,9 +58,8 @@ class Times:
         event.record()
         return event
 
-    def _seconds(self, span: tuple[Any, Any]) -> float:
+    def _seconds(self, span: Span) -> float:
         began, ended = span
         if not self._on_cuda:
             return float(ended - began)
-        ended.synchronize()
         return float(began.elapsed_time(ended)) / 1e3
