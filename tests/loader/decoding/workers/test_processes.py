@@ -148,7 +148,10 @@ def test_processes_do_not_import_torch_and_outlive_a_move(tars):
         mapped = [Path(f"/proc/{pid}/maps").read_text() for pid in workers]
         assert not any("libtorch" in maps for maps in mapped)
         loop = os.getpriority(os.PRIO_PROCESS, 0)
-        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in workers} == {min(19, loop + 10)}
+        deadline_s = time.monotonic() + 60  # one that had nothing to do yet may still be starting
+        while (found := {os.getpriority(os.PRIO_PROCESS, pid) for pid in workers}) != {min(19, loop + 10)}:
+            assert time.monotonic() < deadline_s, found
+            time.sleep(0.05)
     assert worker_processes() == []
 
 
