@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
 from ..parallel.experts import ExpertExchange
+from ..parallel.pipeline.ghosts import has_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,7 @@ class Experts(nn.Module):
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         stacked = self.gate_proj, self.up_proj, self.down_proj
         weights = tuple(one.to_local() if isinstance(one, DTensor) else one for one in stacked)
-        if rows.is_meta:  # numbers are not known there; each row costs as much with any expert
+        if not has_values(rows):  # numbers are not known there; each row costs as much with any expert
             gate, up, down = (weight[0] for weight in weights)
             return F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)
         if rows.is_cuda and rows.dtype == torch.bfloat16:
@@ -184,12 +185,17 @@ class MixtureOfExperts(nn.Module):
         # Rows in the order of their experts; those without room come last, and are left out.
         order = torch.where(is_taken, flat, self.config.num_experts).argsort(stable=True)
         taken = _count_experts(flat, self.config.num_experts, is_taken)
-        if self.config.capacity_factor is not None and not x.is_meta:
+        if self.config.capacity_factor is not None and has_values(x):
             order = order[: int(taken.sum())]
         tokens = order // self.config.num_experts_per_tok
         results = self.experts(x.flatten(0, 1)[tokens], taken)
         weighted = results * weights.flatten()[order, None].to(results.dtype)
         return torch.zeros_like(x).flatten(0, 1).index_add(0, tokens, weighted.to(x.dtype)).view_as(x)
+
+    @property
+    def adds_loss(self) -> bool:
+        """Return whether forward leaves an auxiliary loss, which the loss function must add."""
+        return self.config.balance == "loss"
 
     def after_update(self, add_up: Callable[[Tensor], Tensor]) -> None:
         """Balance the experts by their loads in the step; ``add_up`` sums a tensor over ranks of other tokens."""
@@ -220,7 +226,7 @@ class MixtureOfExperts(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             self.auxiliary_loss = None
             return
-        if not chosen.is_meta:
+        if has_values(chosen):
             load = _count_experts(chosen.flatten(), self.config.num_experts).double()
             self._load = load if self._load is None else self._load + load
         if self.config.balance == "loss":

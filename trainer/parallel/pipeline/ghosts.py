@@ -64,6 +64,11 @@ def ghost_of(tensor: Tensor, origin: str, *, is_elsewhere: bool = True) -> Ghost
     return Ghost(_to_meta(tensor), tensor.device, origin, is_elsewhere)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values that decide what is computed: neither a ghost's nor the meta device's."""
+    return not (tensor.is_meta or isinstance(tensor, Ghost))
+
+
 def is_elsewhere(value: object) -> bool:
     """Return whether this is a tensor whose values are on another stage."""
     return isinstance(value, Ghost) and value.is_elsewhere

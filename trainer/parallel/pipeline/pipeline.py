@@ -68,6 +68,7 @@ class Pipeline:
         self.ties = find_ties(model, self.cut)
         self.own = [stage for stage, rank in enumerate(self._rank_of) if rank == self._rank]
         self._check_trained(model)
+        self._check_losses(model)
         self._whole = list(model.state_dict())
         self.staged = StagedModel(model, self.cut, mesh.world.device)
         self._most_rows = 0
@@ -85,6 +86,14 @@ class Pipeline:
                     f"parallel.stages: nothing is trained on pipeline rank {rank} ({found}); cut the model such that "
                     "each rank has something to train"
                 )
+
+    def _check_losses(self, model: nn.Module) -> None:
+        adding = next((name for name, one in model.named_modules() if getattr(one, "adds_loss", False)), None)
+        if adding is not None:
+            raise TrainerConfigError(
+                f"parallel.pp={self._ranks}: {adding!r} has an auxiliary loss, which the loss on the last stage cannot "
+                "add for other stages; balance experts by balance='bias', or leave parallel.pp out"
+            )
 
     @property
     def has_last(self) -> bool:
