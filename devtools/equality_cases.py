@@ -241,9 +241,9 @@ def _make_llama(*, tied: bool) -> Llama:
     return Llama(config)
 
 
-_ADAM: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(  # noqa: E731
-    parameters, lr=1e-2, eps=1e-3
-)
+def _make_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
 
 CASES: dict[str, Case] = {
     "lm": Case(
@@ -252,7 +252,7 @@ CASES: dict[str, Case] = {
             "words": torch.randint(0, _WORDS, (ROWS, _LENGTH), generator=random),
             "next": torch.randint(-1, _WORDS, (ROWS, _LENGTH), generator=random),  # -1: no target
         },
-        _ADAM,
+        _make_adam,
         _lose_words,
         parallel={"tp": {"plan": {"blocks.*.mix": "colwise_gathered", "blocks.*.out": "rowwise_of_whole"}}},
     ),
@@ -279,14 +279,14 @@ CASES: dict[str, Case] = {
     "llama": Case(
         lambda: _make_llama(tied=True),
         _make_sequences,
-        _ADAM,
+        _make_adam,
         _lose_tokens,
         parallel={"tp": {}, "cp": {}, "pp": _PARTS},
     ),
     "untied": Case(
         lambda: _make_llama(tied=False),
         _make_sequences,
-        _ADAM,
+        _make_adam,
         _lose_tokens,
         parallel={
             "tp": {"plan": {"use": "penstock.trainer.recipes.llama:plan", "args": {"loss": False}}},
@@ -294,7 +294,7 @@ CASES: dict[str, Case] = {
             "pp": _PARTS,
         },
     ),
-    "encoder": Case(Encoder, _make_sequences, _ADAM, _lose_masked, parallel={"cp": {}}),
+    "encoder": Case(Encoder, _make_sequences, _make_adam, _lose_masked, parallel={"cp": {}}),
 }
 
 

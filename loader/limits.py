@@ -9,9 +9,6 @@ from pathlib import Path, PurePosixPath
 
 from .errors import ConfigError
 
-_UNITS = {"": 1} | {
-    letter + i: base**power for power, letter in enumerate("kmgtp", 1) for i, base in (("", 1000), ("i", 1024))
-}
 _HIERARCHIES = ("cgroup2", "cgroup")  # the filesystems of version 2 and of version 1
 _MOUNT = r"^\d+ \d+ \S+ (\S+) (\S+) .*? - (\S+) \S+ (\S+)$"  # root, mount point, filesystem, its options
 _USUAL_MOUNT = PurePosixPath("/sys/fs/cgroup")
@@ -24,8 +21,9 @@ def parse_bytes(value: int | float | str, name: str) -> int:
         ConfigError: it is neither, or less than one byte. Names ``name`` and the value.
     """
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgtp]i?)?)b?\s*", value.lower())
-        size = float(found.group(1)) * _UNITS[found.group(2)] if found else None
+        from ..storage.sizes import read_size
+
+        size = read_size(value)
     elif isinstance(value, bool) or not hasattr(value, "__float__"):
         size = None
     else:

@@ -30,7 +30,7 @@ ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}, "penstock.loader.tools"
 # The floors of a room, from the ground up: a folder or file imports from floors below its own, and from its own folder.
 FLOORS = {
     "storage": (
-        {"errors", "process", "store", "store_link", "suggestions", "threads"},
+        {"errors", "process", "sizes", "store", "store_link", "suggestions", "threads"},
         {"aws_profile", "checks", "hashing", "memory", "ranges", "urls"},
         {"files"},
         {"memory_store", "own_folder"},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import TrainerConfigError
@@ -39,7 +39,11 @@ class Journey:
 
 
 class ExpertExchange:
-    """The ranks of ``group``, which hold equal numbers of consecutive experts; its methods are collectives."""
+    """The ranks of ``group``, which hold equal numbers of consecutive experts; its methods are collectives.
+
+    Gradients of weights come out divided by the number of these ranks, whose tokens all came here: averaged over those
+    that hold the same experts, as other gradients are over all, they are those of the mean over all.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -60,7 +64,7 @@ class ExpertExchange:
         dist.all_to_all_single(ours, counts.contiguous(), group=self.group)
         by_rank = torch.stack([counts.view(self.ranks, -1).sum(1), ours.view(self.ranks, -1).sum(1)]).tolist()
         sent, received = by_rank
-        arrived = _Exchange.apply(rows, sent, received, self.group)  # type: ignore[no-untyped-call]
+        arrived = _Exchange.apply(rows, sent, received, float(self.ranks), self.group)  # type: ignore[no-untyped-call]
         # Rows come ordered by sender, and of each by expert.
         experts = torch.arange(len(counts) // self.ranks, device=rows.device).repeat(self.ranks)
         order = torch.repeat_interleave(experts, ours, output_size=sum(received)).argsort(stable=True)
@@ -70,22 +74,25 @@ class ExpertExchange:
         """The results of the rows that this rank sent, in the order in which it sent them."""
         by_sender = torch.empty_like(rows).index_copy(0, journey.order, rows)
         returned: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-            by_sender, journey.received, journey.sent, self.group
+            by_sender, journey.received, journey.sent, 1.0 / self.ranks, self.group
         )
         return returned
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange of rows with all ranks of a group; gradients travel the other way."""
+    """Exchange of rows with all ranks of a group; gradients travel the other way, and are multiplied by ``factor``."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], factor: float, group: ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.factor, ctx.group = sent, received, factor, group
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back = _exchange(gradient, ctx.received, ctx.sent, ctx.group)
+        return back.mul_(ctx.factor), None, None, None, None
 
 
 def _exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
@@ -137,9 +144,6 @@ def shard_experts(module: nn.Module, mesh: Mesh, arguments: Mapping[str, Any]) -
         **{**arguments, "mesh": mesh.expert_replicas},
         shard_placement_fn=lambda parameter: Shard(1) if evenly else Shard(0),
     )
-    assert isinstance(module, FSDPModule)
-    # Gradients of the tokens of all ranks came here: their sum over those that hold the same is the whole sum.
-    module.set_gradient_divide_factor(float(mesh.gradient_ranks))
 
 
 def _has_experts(module: nn.Module) -> bool:

@@ -52,9 +52,10 @@ class LocalExchange:
         self._names = {one: name for name, one in model.named_parameters() if one.requires_grad}
         spread = {one for module in list_spread(model) for one in module.parameters()}
         trained = list(self._names)
+        experts = _fill_buckets([one for one in trained if one in spread], config)
         self._buckets = _fill_buckets([one for one in trained if one not in spread], config)
-        self._experts = _fill_buckets([one for one in trained if one in spread], config)
-        self._buckets += self._experts  # last: their ranks are others
+        self._dense = len(self._buckets)  # those before this place; experts come after, and go to other ranks
+        self._buckets += experts
         self._is_exchanging = False
         self._there: set[nn.Parameter] = set()
         self._sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
@@ -131,11 +132,11 @@ class LocalExchange:
         flat = torch.cat(parts)
         work = None
         if self._mesh.gradient_ranks > 1:
-            flat.div_(self._mesh.gradient_ranks)  # of experts, too: they have the gradients of all tokens that came
-            group = self._mesh.gradient_group
-            if bucket in self._experts:
+            group, ranks = self._mesh.gradient_group, self._mesh.gradient_ranks
+            if len(self._sent) >= self._dense:
                 assert self._mesh.expert_replicas is not None, "experts are spread"
-                group = self._mesh.expert_replicas.get_group()
+                group, ranks = self._mesh.expert_replicas.get_group(), self._mesh.expert_replicas.size()
+            flat.div_(ranks)
             work = dist.all_reduce(flat, group=group, async_op=True)
         self._sent.append((bucket, flat, work))
 

@@ -166,7 +166,10 @@ class ParallelModel:
         self._master_weights = MasterWeights(model)
         self._exchanges_last: bool | None = None
         self._numbers = StepNumbers(model)
-        self._accountants: list[Any] = [one for one in model.modules() if hasattr(one, "after_update")]
+        accounting = ("after_update", "forget_step")
+        self._accountants: list[Any] = [
+            one for one in model.modules() if all(hasattr(type(one), name) for name in accounting)
+        ]
         self.usage: ParameterUsage | None = None
         self.order: ModuleOrder | None = None
         after = dict(model.named_parameters())
@@ -256,6 +259,8 @@ class ParallelModel:
             TrainerConfigError: a parameter that was frozen in a format of less than fp32 is trained now.
         """
         self._master_weights.check()
+        for module in self._accountants:
+            module.forget_step()  # forwards that tried how much memory a step takes are none of it
         if self._local_exchange is not None and self.exchanges:
             share_buffers(self.inner.buffers(), self.mesh)
         if self.usage is not None and self.order is not None:
@@ -264,19 +269,17 @@ class ParallelModel:
             self.order.begin_step()
 
     def end_step(self, *, updated: bool) -> None:
-        """Tell modules that keep account of a step that it is over; after an update a collective, where there are such.
+        """Tell modules that keep account of a step of its update; a collective then, where there are such modules.
 
-        ``after_update(add_up)`` gets a function that sums a tensor over all ranks that exchange gradients;
-        ``forget_step()`` follows a step without an update. Numbers of modules that have ``describe_step()`` are
-        gathered after an update.
+        They have ``after_update(add_up)``, which gets a function that sums a tensor over all ranks that exchange
+        gradients, and ``forget_step()``, which precedes each step. Numbers of modules that have ``describe_step()``
+        are gathered after an update.
         """
+        if not updated:
+            return
         for module in self._accountants:
-            if updated:
-                module.after_update(self._add_up)
-            else:
-                module.forget_step()
-        if updated:
-            self._numbers.gather()
+            module.after_update(self._add_up)
+        self._numbers.gather()
 
     def describe_steps(self) -> dict[str, float]:
         """Numbers that this rank's modules add to the record of the steps since the last call; waits for the device."""

@@ -31,7 +31,7 @@ from .pipeline.cut import cut_model
 from .pipeline.orders import count_stages, make_order
 from .precision import PrecisionConfig
 from .tensor import LossParallel, TensorPlan
-from .trace import OptimizerState, Record
+from .trace import Record
 
 _FP32 = 4
 _FLOPS = 3e14  # a second, of one device: what a large product reaches on the accelerators of the day
@@ -45,12 +45,13 @@ WIRE = ("dp", "cp", "tp", "pp", "ep")
 class Work:
     """A step's computation: a model of shapes, the trace of its forward (none: not known), and the step's rows.
 
+    ``optimizer`` has the bytes of each parameter's state, by name.
     ``rows`` gives the rows of a batch on each of so many replicas, and raises TrainerConfigError where there are none.
     """
 
     model: nn.Module
     records: Sequence[Record]
-    optimizer: OptimizerState
+    optimizer: Mapping[str, int]
     precision: PrecisionConfig
     activation: ActivationConfig
     rows: Callable[[int], int]
@@ -328,7 +329,7 @@ def _cut_parameters(work: Work, config: ParallelConfig, styles: Mapping[str, Par
             numel=numel,
             nbytes=one.nbytes / share,
             gathered=numel * (2 if name in rounded else one.element_size()),
-            state=work.optimizer.by_name.get(first[id(one)], 0) / share,
+            state=work.optimizer.get(first[id(one)], 0) / share,
             trained=one.requires_grad,
             is_spread=is_spread,
             block=_block_of(name, blocks),

@@ -39,13 +39,6 @@ class Record:
         return self.fixed + self.by_row * rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerState:
-    """Bytes of state for each parameter by name."""
-
-    by_name: Mapping[str, int]
-
-
 def trace_forward(
     model: nn.Module, loss: Callable[..., Any], make_batch: Callable[[int], Any], precision: PrecisionConfig
 ) -> list[Record]:
@@ -75,8 +68,8 @@ def trace_forward(
     ]
 
 
-def trace_optimizer(model: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> OptimizerState:
-    """Make one update without memory, and count each parameter's state; single numbers are left out.
+def trace_optimizer(model: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> dict[str, int]:
+    """Make one update without memory, and return the bytes of each parameter's state, but for single numbers.
 
     Raises:
         TrainerConfigError: the update cannot be made without values.
@@ -90,7 +83,7 @@ def trace_optimizer(model: nn.Module, make_optimizer: Callable[[Any], torch.opti
             optimizer.step()
         except Exception as exc:
             raise TrainerConfigError(f"the optimizer makes no update without values: {describe_error(exc)}") from exc
-        by_name = {
+        return {
             name: sum(
                 value.nbytes
                 for value in optimizer.state.get(one, {}).values()
@@ -98,7 +91,6 @@ def trace_optimizer(model: nn.Module, make_optimizer: Callable[[Any], torch.opti
             )
             for name, one in model.named_parameters()
         }
-    return OptimizerState(by_name=by_name)
 
 
 @contextmanager

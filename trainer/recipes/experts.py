@@ -209,7 +209,7 @@ class MixtureOfExperts(nn.Module):
                 self.router.bias += self.config.bias_rate * (load.mean() - load).sign().to(self.router.bias.dtype)
 
     def forget_step(self) -> None:
-        """Take the loads of a step that was skipped for none."""
+        """Forget the loads counted so far: a step begins."""
         self._load = None
 
     def describe_step(self) -> dict[str, Tensor]:

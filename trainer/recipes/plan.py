@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +9,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ...storage.sizes import read_size
 from ..errors import RecipeError, TrainerConfigError
 from ..parallel.meta import build_on_meta
 from ..parallel.planner import WIRE, Plan, Work, plan_layout, propose_layouts
-from ..parallel.trace import OptimizerState, Record, trace_forward, trace_optimizer
+from ..parallel.trace import Record, trace_forward, trace_optimizer
 from .parameter_groups import freeze_parameters
 from .recipe import Recipe
 
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _FIELDS = ("tokens", "position_ids", "document_ids", "loss_mask")
 
 
@@ -27,11 +26,10 @@ def read_memory(text: str) -> float:
     Raises:
         RecipeError: it is no size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    if found is None or (found[3] and not found[2]) or not float(found[1]):
+    size = read_size(text)
+    if not size:
         raise RecipeError(f"--memory={text!r} is not a size; write a number with its unit, as --memory=80GiB")
-    power = _UNITS[found[2]]
-    return float(found[1]) * float(2**power if found[3] else 1000 ** (power // 10))
+    return size
 
 
 def print_plan(recipe: Recipe, *, ranks: int, memory: str | None) -> None:
@@ -98,7 +96,7 @@ def read_work(recipe: Recipe) -> tuple[Work, tuple[str, ...]]:
         state = trace_optimizer(model, lambda parameters: recipe.make_optimizer(model, parameters))
     except TrainerConfigError as exc:
         notes.append(f"No optimizer state: {exc}")
-        state = OptimizerState(by_name={})
+        state = {}
     trainer = recipe.trainer
     work = Work(
         model=model,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import TrainerConfigError, TrainerError
+from ..parallel.experts import list_spread
 from ..parallel.precision import local_part
 from ..ranks.mesh import Mesh
 from ..ranks.world import World
@@ -173,18 +174,15 @@ def refuse_unlike_weights(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         TrainerError: on every rank, if one differs by more than rounding explains.
     """
-    parts = ((name, local_part(one)) for name, one in model.named_parameters() if one.requires_grad)
-    named = [(name, one) for name, one in parts if one.numel()]
+    experts = {one for module in list_spread(model) for one in module.parameters()}
+    trained = [(name, one, local_part(one)) for name, one in model.named_parameters() if one.requires_grad]
+    named = [(name, part) for name, one, part in trained if part.numel() and one not in experts]
     if mesh.gradient_ranks == 1 or not (named or mesh.is_spread):
         return
-    norms = torch.zeros(0, dtype=torch.float64, device=mesh.world.device)
-    if named:
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm([one.detach() for _, one in named], 2.0)])
-    ends = torch.cat((norms, -norms)).to(mesh.world.device)
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.gradient_group)
-    largest, least = ends[: len(named)].tolist(), ends[len(named) :].neg().tolist()
-    bounds = ((name, high, low) for (name, _), high, low in zip(named, largest, least, strict=True))
-    unlike = next((one for one in bounds if one[1] - one[2] > _ROUNDING * one[1] + _LEAST), None)
+    unlike = _find_unlike(named, mesh.world.device, mesh.gradient_group)
+    if mesh.expert_replicas is not None:
+        spread = [(name, part) for name, one, part in trained if part.numel() and one in experts]
+        unlike = _find_unlike(spread, mesh.world.device, mesh.expert_replicas.get_group()) or unlike
     if mesh.is_spread:  # each part of the model is compared by ranks of its own
         everywhere: list[tuple[str, float, float] | None] = [None] * mesh.world.world_size
         dist.all_gather_object(everywhere, unlike)
@@ -210,3 +208,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
     return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _find_unlike(
+    named: Sequence[tuple[str, torch.Tensor]], device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[str, float, float] | None:
+    """Name, largest and least norm of the first tensor that differs between the ranks of a group; a collective."""
+    norms = torch.zeros(0, dtype=torch.float64, device=device)
+    if named:
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm([one.detach() for _, one in named], 2.0)])
+    ends = torch.cat((norms, -norms)).to(device)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    largest, least = ends[: len(named)].tolist(), ends[len(named) :].neg().tolist()
+    bounds = ((name, high, low) for (name, _), high, low in zip(named, largest, least, strict=True))
+    return next((one for one in bounds if one[1] - one[2] > _ROUNDING * one[1] + _LEAST), None)

@@ -102,6 +102,7 @@ WAYS: dict[str, dict[str, Any]] = {
         for zero in range(4)
     },
     "capacity": {"experts": {"capacity_factor": 1.0, "balance": "none"}, "parallel": {"zero": 2, "ep": 2}},
+    "small buckets": {"experts": {}, "parallel": {"ep": 2, "bucket_mb": 1e-6}},
     "loss": {"experts": {"balance": "loss", "num_experts_per_tok": 1}, "parallel": {"ep": 2}},
     "whole": {"experts": {}, "parallel": {"zero": 3}, "step": {"clip_norm": 0.5}},
     "recomputed": {"experts": {}, "parallel": {"zero": 3, "ep": 2}, "activation": {"every": 1}},
@@ -156,18 +157,26 @@ def train_half(world: World, folder: str) -> None:
         train(world, f"{folder}/{name}", steps=3, experts={}, **options)
 
 
+def finish(world: World, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, (_, zero) in MOVES.items():
+        parallel = {"zero": zero, "ep": min(2, world.world_size)}
+        found[name] = train(world, f"{folder}/{name}", experts={}, parallel=parallel, checkpoint={"every_steps": 3})
+    return found
+
+
 MOVES = {"apart": (0, 3), "sharded": (3, 0)}
 
 
 @pytest.mark.slow
-def test_a_run_with_parts_of_experts_continues_in_one_process(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_run_with_parts_of_experts_continues_under_another_layout(world: World, tmp_path: Path, size: int) -> None:
     run_ranks(train_half, 2, str(tmp_path), timeout_s=270)
+    found = finish(world, str(tmp_path)) if size == 1 else run_ranks(finish, size, str(tmp_path), timeout_s=270)[0]
     expected = train(world, str(tmp_path / "whole"), experts={})
-    for name, (_, zero) in MOVES.items():
-        options = {"parallel": {"zero": zero}, "checkpoint": {"every_steps": 3}}
-        found = train(world, f"{tmp_path}/{name}", experts={}, **options)
-        del found["norms"]
-        worst = {key: float((one - expected[key]).abs().max()) for key, one in found.items()}
+    for name in MOVES:
+        del found[name]["norms"]
+        worst = {key: float((one - expected[key]).abs().max()) for key, one in found[name].items()}
         assert max(worst.values()) <= 1e-5, (name, worst)
 
 

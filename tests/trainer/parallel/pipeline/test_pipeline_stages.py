@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from penstock.trainer.parallel.pipeline.orders import make_flush
 from penstock.trainer.parallel.pipeline.pipeline import Facts, agree_on_crossings
 from penstock.trainer.parallel.pipeline.runner import Runner
 from penstock.trainer.parallel.pipeline.staged import Crossing, Rehearsal, StagedModel
-from penstock.trainer.parallel.pipeline.timing import split_by_time
 from penstock.trainer.steps.microbatches import cut_batch
 
 CPU = torch.device("cpu")
@@ -297,17 +295,3 @@ def test_even_stages_have_about_equal_parameters() -> None:
 def test_stages_that_cannot_be_are_refused_by_name(stages: Sequence[Any], words: str) -> None:
     with pytest.raises(TrainerConfigError, match=words):
         cut_model(Chain(straight), stages, 3)
-
-
-def test_stages_by_time_keep_a_slow_module_apart() -> None:
-    class Slow(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.05)
-            return super().forward(x)
-
-    model = Chain(straight)
-    model.layers[3] = Slow(6, 6)
-    begins = split_by_time(model, class_loss, rows(), 3)
-    assert "layers.3" in begins
-    assert "layers.4" in begins
-    assert all(one.grad is None for one in model.parameters())
