@@ -232,12 +232,18 @@ def write_sign_in(home: Path) -> None:
     )
 
 
+def find_sign_in(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write it where botocore looks, which asks for the home folder once, when it is imported."""
+    write_sign_in(home)
+    monkeypatch.setattr("botocore.tokens.SSOTokenProvider._SSO_TOKEN_CACHE_DIR", str(home / ".aws/sso/cache"))
+
+
 @pytest.mark.slow
 def test_a_profile_that_signed_in_to_the_identity_center_gives_credentials(
     home: Path, amazon: Amazon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("botocore")
-    write_sign_in(home)
+    find_sign_in(home, monkeypatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL_SSO", amazon.url)
     amazon.list()
     amazon.list(timeout_s=20)
@@ -248,7 +254,7 @@ def test_a_sign_in_that_has_ended_says_how_to_sign_in(
     home: Path, amazon: Amazon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("botocore")
-    write_sign_in(home)
+    find_sign_in(home, monkeypatch)
     amazon.holds = -datetime.timedelta(hours=1)
     monkeypatch.setenv("AWS_ENDPOINT_URL_SSO", amazon.url)
     with pytest.raises(NoCredentialsError, match="`aws sso login --profile mine`"):
