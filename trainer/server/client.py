@@ -41,7 +41,7 @@ Call = Callable[[str, Request], Reply]
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig:
-    """How a client encodes and retries; ``pause`` is in seconds."""
+    """Codecs and patience of a client; ``pause`` is in seconds."""
 
     push: CodecConfig = field(default_factory=CodecConfig)
     pull: CodecConfig = field(default_factory=CodecConfig)

@@ -87,7 +87,7 @@ class Leases:
             if lease.worker == worker:
                 self._leases[number] = replace(lease, expires=now + self.seconds)
 
-    def consume(self, number: int, upto: int, now: float) -> None:
+    def consume(self, number: int, worker: str, upto: int, now: float) -> None:
         """Note that a lease's positions before ``upto`` are trained on; saying so again changes nothing.
 
         Raises:
@@ -95,7 +95,7 @@ class Leases:
         """
         self.expire(now)
         lease = self._leases.get(number)
-        if lease is None:
+        if lease is None or lease.worker != worker:
             raise LeaseError(f"lease {number} of epoch {self.epoch} went back or is done; drop what was read for it")
         if not lease.start <= upto <= lease.stop:
             raise LeaseError(f"lease {number} is of positions {lease.start} to {lease.stop}, and not up to {upto}")
@@ -126,8 +126,12 @@ class Leases:
         self._commit({"op": "epoch", "epoch": self.epoch + 1}, now)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return (epoch, consumed ranges): all that a run of any other number of workers needs to go on."""
-        return {"epoch": self.epoch, "total": self.total, "consumed": [list(pair) for pair in self._consumed]}
+        """Return (epoch, consumed ranges): all that a run of any other number of workers needs to go on.
+
+        The number of the next lease is there, too, so that no lease of before can be taken for one of after.
+        """
+        consumed = [list(pair) for pair in self._consumed]
+        return {"epoch": self.epoch, "total": self.total, "next_lease": self._next, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
         """Continue from a state; leases that are out go back.
@@ -140,7 +144,8 @@ class Leases:
             raise LeaseError(f"a state of {state['total']} positions is not one of {self.total}, or is damaged")
         if any(after[0] < before[1] for before, after in pairwise(consumed)):
             raise LeaseError("the consumed ranges of a state overlap or are out of order")
-        self._commit({"op": "load", "epoch": state["epoch"], "consumed": consumed}, now)
+        number = max(self._next, state["next_lease"])
+        self._commit({"op": "load", "epoch": state["epoch"], "next": number, "consumed": consumed}, now)
 
     def _commit(self, change: dict[str, Any], now: float) -> None:
         """Write a change to the journal, and then make it."""
@@ -179,6 +184,7 @@ class Leases:
         elif kind == "epoch":
             self._begin(change["epoch"], [])
         else:
+            self._next = change["next"]
             self._begin(change["epoch"], [(start, stop) for start, stop in change["consumed"]])
 
     def replay(self, journal: bytes, now: float) -> int:

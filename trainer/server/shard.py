@@ -43,7 +43,7 @@ from .schema import Schema, TableSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What all shards of a run agree on."""
+    """All that the shards of a run agree on."""
 
     run: str
     schema: Schema
