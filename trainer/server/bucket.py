@@ -80,6 +80,8 @@ class Bucket:
         self.sequences: dict[str, tuple[int, int]] = {}
         """The incarnation of each worker and its last sequence here."""
         self.clocks: dict[str, int] = {}
+        self.fenced: dict[str, int] = {}
+        """The last incarnation of each worker that was forgotten."""
         self.pending: list[Gradients] = []
         """Gradients that were accepted and not applied yet, in the order of their coming."""
         self.pieces: dict[PieceKey, Piece] = {}
@@ -109,8 +111,8 @@ class Bucket:
             rate = sparse.rate if gradients.rate is None else gradients.rate
             sparse.step(values, gradient, state, rate * scale)
             block.values[at] = values
-            for key, tensor in state.items():
-                block.state[key][at] = tensor
+            for slot, tensor in state.items():
+                block.state[slot][at] = tensor
             block.versions[places] = self.version
 
 

@@ -245,7 +245,7 @@ class ServerClient:
                 f"{name!r} has shape {spec.shape} on the server, and here {tuple(tensor.shape)}; nothing was sent"
             )
         flat = tensor.detach().reshape(-1).float()
-        return [((name, index), part) for index, part in enumerate(flat.split(spec.piece) if spec.size else ())]
+        return [((name, index), part) for index, part in enumerate(torch.split(flat, spec.piece) if spec.size else ())]
 
     def _check_finite(
         self, tensors: Mapping[str, Tensor], rows: Mapping[str, tuple[NDArray[np.int64], Tensor]]

@@ -89,7 +89,7 @@ class AdamW:
             values.mul_(1 - rate * self.weight_decay)
         state["first"].lerp_(gradients, 1 - beta1)
         state["second"].mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-        for count in steps.unique().tolist():
+        for count in set(steps.tolist()):
             of_count = slice(None) if len(values) == 1 else steps == count
             size = rate / (1 - beta1**count)
             root = (1 - beta2**count) ** 0.5

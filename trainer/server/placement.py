@@ -55,7 +55,8 @@ def _unit_logs(shard: str) -> NDArray[np.float64]:
     """Return -ln(u) of each bucket, u uniform in (0, 1) and a function of bucket and shard."""
     mixed = mix(np.arange(BUCKETS, dtype=np.uint64) ^ np.uint64(stable_hash(f"shard {shard}")))
     uniform = ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
-    return -np.log(uniform)
+    logs: NDArray[np.float64] = -np.log(uniform)
+    return logs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Placement:
 
     def shard_of(self, bucket: int) -> str:
         """The shard that holds a bucket."""
-        return self._names[self._ranked[0, bucket]]
+        return self._names[int(self._ranked[0, bucket])]
 
     def holders(self, bucket: int, replicas: int) -> tuple[str, ...]:
         """The shards that hold a bucket and its copies, the one that answers first; fewer where there are fewer."""

@@ -81,7 +81,7 @@ class Schema:
 
     def __init__(self, tensors: Sequence[TensorSpec] = (), tables: Sequence[TableSpec] = ()) -> None:
         self.tensors, self.tables = tuple(tensors), tuple(tables)
-        specs = (*self.tensors, *self.tables)
+        specs: list[TensorSpec | TableSpec] = [*self.tensors, *self.tables]
         self.by_name: dict[str, TensorSpec | TableSpec] = {spec.name: spec for spec in specs}
         if len(self.by_name) < len(specs):
             names = [spec.name for spec in specs]

@@ -95,10 +95,12 @@ class Shard:
         if isinstance(request, Join):
             return self._join(request)
         if isinstance(request, Leave):
-            return self._leave(request.worker, now)
+            self._leave(request.worker, now)
+            return None
         self._check_member(request.header)
         if isinstance(request, Create):
-            return self._create(request)
+            self._create(request)
+            return None
         if isinstance(request, Push):
             return self._push(request, now)
         if isinstance(request, Advance):
@@ -169,11 +171,12 @@ class Shard:
             return
         self.fenced[worker] = incarnation
         for bucket in self.buckets.values():
-            self._forget(bucket, worker)
+            self._forget(bucket, worker, incarnation)
             self._close_rounds(bucket, now)
 
     @staticmethod
-    def _forget(bucket: Bucket, worker: str) -> None:
+    def _forget(bucket: Bucket, worker: str, incarnation: int) -> None:
+        bucket.fenced[worker] = max(incarnation, bucket.fenced.get(worker, -1))
         bucket.clocks.pop(worker, None)
         bucket.sequences.pop(worker, None)
         bucket.changes += 1
@@ -437,10 +440,12 @@ class Shard:
             ServerRefusedError: the snapshot is damaged, or of another run or model.
         """
         bucket = snapshots.restore(data, run=self.config.run, schema=self.config.schema.digest, place=place)
+        for worker, incarnation in bucket.fenced.items():
+            self.fenced[worker] = max(incarnation, self.fenced.get(worker, -1))
         for worker, (incarnation, _) in list(bucket.sequences.items()):
             held = self.members.get(worker, (-1, 0))[0]
             if incarnation <= self.fenced.get(worker, -1):
-                self._forget(bucket, worker)
+                self._forget(bucket, worker, incarnation)
             elif worker in bucket.clocks and held < incarnation:
                 self.members[worker] = (incarnation, bucket.clocks[worker])
         self.buckets[bucket.number] = bucket

@@ -48,6 +48,7 @@ def snapshot(bucket: Bucket, *, run: str, schema: str) -> bytes:
         "changes": bucket.changes,
         "sequences": bucket.sequences,
         "clocks": bucket.clocks,
+        "fenced": bucket.fenced,
         "pieces": [[*key, tensors.put(one.values), state_of(one.state)] for key, one in bucket.pieces.items()],
         "tables": {
             name: [
@@ -98,7 +99,7 @@ def restore(data: bytes, *, run: str, schema: str, place: str = "a snapshot") ->
     bucket = Bucket(described["bucket"])
     bucket.version, bucket.changes = described["version"], described["changes"]
     bucket.sequences = {worker: (pair[0], pair[1]) for worker, pair in described["sequences"].items()}
-    bucket.clocks = described["clocks"]
+    bucket.clocks, bucket.fenced = described["clocks"], described["fenced"]
     for name, index, values, state in described["pieces"]:
         held = {key: tensors[number] for key, number in state.items()}
         bucket.pieces[name, index] = Piece(values=tensors[values], state=held)

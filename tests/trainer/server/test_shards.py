@@ -178,6 +178,16 @@ def test_a_forgotten_worker_is_not_waited_for_and_cannot_come_back_as_it_was() -
         shard.handle(Join(header=replace(HEADER, worker="b"), clock=0), 0.0)
 
 
+def test_a_forgotten_worker_stays_so_where_a_bucket_goes() -> None:
+    shard = shard_of(workers="ab")
+    shard.handle(Leave(header=HEADER, worker="b"), 0.0)
+    fresh = Shard("fresh", shard.config)
+    fresh.adopt(shard.snapshot(B))
+    with pytest.raises(ServerRefusedError, match="was replaced or given up"):
+        fresh.handle(Join(header=replace(HEADER, worker="b"), clock=0), 0.0)
+    fresh.handle(Join(header=replace(HEADER, worker="b", incarnation=1), clock=0), 0.0)
+
+
 def test_a_worker_that_joins_late_is_not_waited_for_in_steps_before() -> None:
     cluster = Cluster(adding(policy=Bsp()))
     first, second = cluster.start(2)
