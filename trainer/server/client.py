@@ -32,7 +32,7 @@ from .messages import (
     Reply,
     Request,
 )
-from .payloads import CodecConfig, ErrorFeedback, Payload, decode, encode
+from .payloads import CodecConfig, ErrorFeedback, Payload, decode, encode, is_finite
 from .placement import BUCKETS, Placement, bucket_of_piece, buckets_of_rows
 from .schema import Schema
 
@@ -251,7 +251,7 @@ class ServerClient:
         self, tensors: Mapping[str, Tensor], rows: Mapping[str, tuple[NDArray[np.int64], Tensor]]
     ) -> None:
         for name, tensor in (*tensors.items(), *((table, gradients) for table, (_, gradients) in rows.items())):
-            if not bool(torch.isfinite(tensor).all()):
+            if not is_finite(tensor):
                 raise ServerRefusedError(
                     f"worker {self._header.worker!r}, step {self.clock}: gradients of {name!r} are NaN or infinite; "
                     f"nothing was sent"

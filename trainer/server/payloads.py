@@ -76,13 +76,17 @@ def decode(payload: Payload) -> Tensor:
         flat = dequantise(coded, size)
     else:
         flat = _spread(coded, size)
-    # One sum tells of most tensors that all of their values are finite; a sum may overflow where no value did.
-    if not (math.isfinite(float(flat.sum())) or bool(torch.isfinite(flat).all())):
+    if not is_finite(flat):
         bad = int((~torch.isfinite(flat)).sum())
         raise ServerRefusedError(
             f"{bad} of {size} values of shape {payload.shape} are NaN or infinite; nothing of the push was applied"
         )
     return flat.reshape(payload.shape)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite: a sum says so at once, unless it overflows where no value did."""
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _spread(coded: Tensor, size: int) -> Tensor:
@@ -127,7 +131,7 @@ class ErrorFeedback:
         owed = self._owed.get(key)
         whole = values if owed is None else values + owed
         payload = encode(whole, self.config)
-        if bool(torch.isfinite(whole).all()):
+        if is_finite(whole):
             self._owed[key] = whole - decode(payload)
         return payload
 
