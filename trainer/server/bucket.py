@@ -41,10 +41,13 @@ class Piece:
 
 
 class RowBlock:
-    """The rows of a table that one bucket holds: those that were ever pushed to."""
+    """The rows of a table that one bucket holds: those that were ever pushed to.
+
+    Memory grows by doubling, so that a new row costs the same however many there are; what is read is the part in use.
+    """
 
     def __init__(self, ids: NDArray[np.int64], values: Tensor, state: State, versions: NDArray[np.int64]) -> None:
-        self.ids, self.values, self.state, self.versions = ids, values, state, versions
+        self._ids, self._values, self._state, self._versions = ids, values, state, versions
         self._places = {int(one): place for place, one in enumerate(ids)}
 
     @classmethod
@@ -52,22 +55,54 @@ class RowBlock:
         none = torch.zeros(0, spec.width)
         return cls(np.zeros(0, np.int64), none, optimizer.new_state(none), np.zeros(0, np.int64))
 
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The ids (n,) in the order in which rows came."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def values(self) -> Tensor:
+        """The values (n, width), fp32, to write to in place."""
+        return self._values[: len(self._places)]
+
+    @property
+    def state(self) -> State:
+        """The optimizer's state of each row, to write to in place."""
+        return {slot: tensor[: len(self._places)] for slot, tensor in self._state.items()}
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """The bucket's version (n,) at the last change of each row, to write to in place."""
+        return self._versions[: len(self._places)]
+
     def places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Find the rows with these ids; -1 for those that are not there."""
-        return np.array([self._places.get(int(one), -1) for one in ids], np.int64)
+        return np.array([self._places.get(one, -1) for one in ids.tolist()], np.int64)
 
     def add(self, ids: NDArray[np.int64], spec: TableSpec, optimizer: Optimizer) -> None:
         """Make the rows of ``ids`` that are not there yet."""
         new = ids[self.places(ids) < 0]
         if not len(new):
             return
-        self._places.update(zip(new.tolist(), range(len(self.ids), len(self.ids) + len(new)), strict=True))
+        start, stop = len(self._places), len(self._places) + len(new)
+        if stop > len(self._ids):
+            self._grow(max(stop, 2 * len(self._ids)))
+        self._places.update(zip(new.tolist(), range(start, stop), strict=True))
         first = spec.first_rows(new)
-        self.ids = np.concatenate([self.ids, new])
-        self.versions = np.concatenate([self.versions, np.zeros(len(new), np.int64)])
-        self.values = torch.cat([self.values, first])
-        fresh = optimizer.new_state(first)
-        self.state = {key: torch.cat([self.state[key], fresh[key]]) for key in fresh}
+        self._ids[start:stop], self._versions[start:stop], self._values[start:stop] = new, 0, first
+        for slot, tensor in optimizer.new_state(first).items():
+            self._state[slot][start:stop] = tensor
+
+    def _grow(self, rows: int) -> None:
+        def longer(tensor: Tensor) -> Tensor:
+            grown = tensor.new_zeros(rows, *tensor.shape[1:])
+            grown[: len(tensor)] = tensor
+            return grown
+
+        self._values = longer(self._values)
+        self._state = {slot: longer(tensor) for slot, tensor in self._state.items()}
+        self._ids = np.concatenate([self._ids, np.zeros(rows - len(self._ids), np.int64)])
+        self._versions = np.concatenate([self._versions, np.zeros(rows - len(self._versions), np.int64)])
 
 
 class Bucket:
@@ -107,7 +142,7 @@ class Bucket:
             block.add(ids, specs[table], sparse)
             places = block.places(ids)
             at = torch.from_numpy(places)
-            values, state = block.values[at], {key: tensor[at] for key, tensor in block.state.items()}
+            values, state = block.values[at], {slot: tensor[at] for slot, tensor in block.state.items()}
             rate = sparse.rate if gradients.rate is None else gradients.rate
             sparse.step(values, gradient, state, rate * scale)
             block.values[at] = values
