@@ -73,7 +73,7 @@ FLOORS = {
         {"options", "ranks", "reproducibility"},
         {"imports"},
         {"compression", "parallel", "watch"},
-        {"checkpoint", "data"},
+        {"checkpoint", "data", "server"},
         {"evaluation", "steps"},
         {"report", "weights"},
         {"config"},

@@ -62,3 +62,31 @@ class LossSpikeError(TrainerError):
 
 class WorldError(TrainerError):
     """The ranks cannot be brought together, or the environment describes no possible world."""
+
+
+class ServerError(TrainerError):
+    """A parameter server, or the way to it, failed; the message names the shard and what to do."""
+
+
+class ServerRefusedError(ServerError):
+    """A shard refused a request, and applied nothing of it; the message names what was sent and what is held."""
+
+
+class NotJoinedError(ServerRefusedError):
+    """A shard does not know this incarnation of a worker, which has to join first."""
+
+
+class NotHeldError(ServerRefusedError):
+    """A shard does not hold a bucket, which lies on another by now."""
+
+
+class ShardUnreachableError(ServerError):
+    """A shard gave no answer; a request to it may have been applied or not, and may be sent again."""
+
+
+class NoQuorumError(ServerError):
+    """Too few workers pushed within the time allowed; the message names how many did, and the limit."""
+
+
+class LeaseError(ServerError):
+    """A lease of positions is not held by who uses it, or a journal of leases is damaged."""

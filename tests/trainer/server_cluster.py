@@ -1,0 +1,202 @@
+"""Shards of a server in one process, a call with faults to them, and a naive twin of what they should hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.trainer.errors import ServerError, ShardUnreachableError
+from penstock.trainer.server import client as client_module
+from penstock.trainer.server import placement as placement_module
+from penstock.trainer.server.client import ClientConfig, ServerClient
+from penstock.trainer.server.messages import Header, Reply, Request
+from penstock.trainer.server.optimizers import Sgd
+from penstock.trainer.server.placement import Placement
+from penstock.trainer.server.policies import Asp
+from penstock.trainer.server.replicas import handle_replicated
+from penstock.trainer.server.schema import Schema, TableSpec, TensorSpec
+from penstock.trainer.server.shard import ServerConfig, Shard
+
+SCHEMA = Schema(
+    [TensorSpec(name="w", shape=(3, 4), piece=5), TensorSpec(name="b", shape=(2,), piece=5)],
+    [TableSpec(name="t", width=2)],
+)
+FAULTS = ("none", "drop request", "drop reply", "duplicate", "late", "kill before", "kill after", "checkpoint")
+
+
+@contextmanager
+def few_buckets(count: int = 16) -> Iterator[None]:
+    """Have fewer buckets, so that a shard is made in no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement_module, "BUCKETS", count)
+        patch.setattr(client_module, "BUCKETS", count)
+        placement_module._unit_logs.cache_clear()
+        yield
+    placement_module._unit_logs.cache_clear()
+
+
+def adding(**changes: object) -> ServerConfig:
+    """Servers that add up what is pushed."""
+    values = {
+        "run": "r",
+        "schema": SCHEMA,
+        "policy": Asp(),
+        "dense": Sgd(rate=-1),
+        "rows": Sgd(rate=-1),
+        "reduction": "sum",
+    }
+    return ServerConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Cluster:
+    """Shards, their replicas or checkpoints, and a call to them that fails as ``faults`` says, a fault a call."""
+
+    def __init__(self, config: ServerConfig, shards: int = 2, *, is_replicated: bool = False) -> None:
+        self.config, self.is_replicated = config, is_replicated
+        self.placement = Placement({f"shard-{index}": 1 for index in range(shards)})
+        self.shards = {name: self.new_shard(name, self.placement.buckets_of(name)) for name in self.placement.weights}
+        self.copies = {name: Shard(f"copy of {name}", config) for name in self.shards}
+        self.saved: dict[str, list[bytes]] = {}
+        self.faults: Iterator[str] = iter(())
+        self.late: list[tuple[str, Request]] = []
+        self.clients: list[ServerClient] = []
+        self.now, self.waits, self.kills = 0.0, 0, 0
+        self._is_waiting = False
+        self.checkpoint()
+
+    def new_shard(self, name: str, buckets: frozenset[int] = frozenset()) -> Shard:
+        return Shard(name, self.config, buckets, is_replicated=self.is_replicated)
+
+    def checkpoint(self) -> None:
+        for name, shard in self.shards.items():
+            self.saved[name] = [shard.snapshot(number) for number in shard.buckets]
+            for number in shard.buckets:
+                shard.confirm(number, shard.sequences(number))
+
+    def kill(self, name: str) -> None:
+        """Lose a shard, and start it anew from its replica or the last checkpoint."""
+        self.kills += 1
+        shard = self.new_shard(name)
+        copy = self.copies[name]
+        for data in self.saved[name]:
+            shard.adopt(data)
+        if self.is_replicated:
+            for number in copy.buckets:
+                shard.adopt(copy.snapshot(number))
+            shard.fenced = dict(copy.fenced)
+            self.copies[name] = Shard(f"copy of {name}", self.config)
+        self.shards[name] = shard
+
+    def handle(self, name: str, request: Request) -> Reply:
+        if self.is_replicated:
+            return handle_replicated(self.shards[name], self.copies[name], request, self.now)
+        return self.shards[name].handle(request, self.now)
+
+    def call(self, name: str, request: Request) -> Reply:
+        fault = next(self.faults, "none")
+        self.now += 1
+        lost = ShardUnreachableError(fault)
+        if fault == "drop request":
+            raise lost
+        if fault == "late":
+            self.late.append((name, request))
+            raise lost
+        if fault == "kill before":
+            self.kill(name)
+            raise lost
+        if fault == "checkpoint":
+            self.checkpoint()
+        reply = self.handle(name, request)
+        if fault == "duplicate":
+            self.handle(name, request)
+        if fault == "kill after":
+            self.kill(name)
+        if fault in ("drop reply", "kill after"):
+            raise lost
+        if fault == "none" and self.late:
+            self.deliver_late()
+        return reply
+
+    def deliver_late(self) -> None:
+        """Deliver what was delayed, the last first; nobody hears the replies."""
+        late, self.late = self.late, []
+        for name, request in reversed(late):
+            with suppress(ServerError):
+                self.handle(name, request)
+
+    def wait(self, seconds: float) -> None:
+        """Let the other workers live meanwhile."""
+        self.waits += 1
+        assert self.waits < 5000, "the workers wait for ever"
+        if not self._is_waiting:
+            self._is_waiting = True
+            for other in self.clients:
+                other.send_clock()
+            self._is_waiting = False
+
+    def worker(self, name: str, *, config: ClientConfig | None = None, incarnation: int = 0) -> ServerClient:
+        header = Header(run="r", schema=self.config.schema.digest, worker=name, incarnation=incarnation)
+        made = ServerClient(
+            header,
+            self.config.schema,
+            call=self.call,
+            placement=lambda: self.placement,
+            wait=self.wait,
+            config=config or ClientConfig(pause=0),
+        )
+        self.clients.append(made)
+        return made
+
+    def start(self, workers: int, **values: Tensor) -> list[ServerClient]:
+        """Let workers join, and the first give tensors their values (zeros)."""
+        made = [self.worker(f"worker-{index}") for index in range(workers)]
+        for one in made:
+            one.join()
+        first = {spec.name: torch.zeros(spec.shape) for spec in self.config.schema.tensors}
+        made[0].create({**first, **values})
+        self.checkpoint()
+        return made
+
+    def tick(self) -> None:
+        for shard in self.shards.values():
+            shard.tick(self.now)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read all tensors past clients."""
+        found = {}
+        for spec in self.config.schema.tensors:
+            parts = []
+            for index in range(spec.pieces):
+                number = placement_module.bucket_of_piece(spec.name, index)
+                bucket = self.shards[self.placement.shard_of(number)].buckets[number]
+                parts.append(bucket.pieces[spec.name, index].values[0])
+            found[spec.name] = torch.cat(parts).view(spec.shape)
+        return found
+
+    def rows(self, table: str, ids: list[int]) -> Tensor:
+        """Read rows past clients."""
+        wanted = np.array(ids, np.int64)
+        found = self.config.schema.table(table).first_rows(wanted)
+        for place, number in enumerate(placement_module.buckets_of_rows(table, wanted).tolist()):
+            block = self.shards[self.placement.shard_of(number)].buckets[number].tables.get(table)
+            if block is not None and (at := int(block.places(wanted[place : place + 1])[0])) >= 0:
+                found[place] = block.values[at]
+        return found
+
+    def move_to(self, after: Placement) -> int:
+        """Move buckets until they lie as ``after`` says; returns how many moved."""
+        todo = placement_module.moves(self.placement, after)
+        for name in after.weights:
+            if name not in self.shards:
+                self.shards[name] = self.new_shard(name)
+                self.copies[name] = Shard(f"copy of {name}", self.config)
+        for move in todo:
+            self.shards[move.target].adopt(self.shards[move.source].release(move.bucket))
+        self.placement = after
+        self.checkpoint()
+        return len(todo)

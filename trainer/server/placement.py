@@ -1,0 +1,106 @@
+"""Placement: pieces of tensors and rows of tables lie in buckets, and buckets on shards.
+
+A bucket is the unit of version, snapshot, replica and migration. Which bucket holds what is fixed for ever by a hash.
+Which shard holds a bucket follows by weighted rendezvous hashing (Thaler and Ravishankar 1998; the logarithm method for
+weights): the shard with the highest score of (bucket, shard), so that a shard more or less moves only the buckets that
+it wins or held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ..errors import TrainerConfigError
+
+BUCKETS = 4096
+PIECE_BYTES = 4 << 20
+"""Bytes of a dense tensor that travel and are stored as one."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def stable_hash(text: str) -> int:
+    """The 64-bit hash of a text, the same on every machine and in every version."""
+    return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter 64-bit integers of any shape over all 64-bit integers (the finaliser of splitmix64)."""
+    mixed = values + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def bucket_of_piece(tensor: str, piece: int) -> int:
+    """The bucket of the ``piece``-th piece of a dense tensor."""
+    return stable_hash(f"piece {piece} {tensor}") % BUCKETS
+
+
+def buckets_of_rows(table: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The buckets (n,) of the rows with these ids (n,) of a table."""
+    mixed = mix(ids.astype(np.uint64) ^ np.uint64(stable_hash(f"rows {table}")))
+    return (mixed % np.uint64(BUCKETS)).astype(np.int64)
+
+
+@cache
+def _unit_logs(shard: str) -> NDArray[np.float64]:
+    """Return -ln(u) of each bucket, u uniform in (0, 1) and a function of bucket and shard."""
+    mixed = mix(np.arange(BUCKETS, dtype=np.uint64) ^ np.uint64(stable_hash(f"shard {shard}")))
+    uniform = ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
+    logs: NDArray[np.float64] = -np.log(uniform)
+    return logs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A bucket that goes to ``target``, which copies it from ``source``."""
+
+    bucket: int
+    source: str
+    target: str
+
+
+class Placement:
+    """The shards of every bucket, best first: a pure function of the shards' names and weights (say, MB/s).
+
+    Raises:
+        TrainerConfigError: there is no shard, or a weight is not a positive number.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        if not weights:
+            raise TrainerConfigError("a parameter server needs 1 shard or more, and none is left; add one")
+        for shard, weight in weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise TrainerConfigError(f"the weight of shard {shard!r} is {weight}; it must be a number above 0")
+        self.weights = dict(sorted(weights.items()))
+        self._names = list(self.weights)
+        costs = np.stack([_unit_logs(shard) / weight for shard, weight in self.weights.items()])
+        self._ranked = np.argsort(costs, axis=0, kind="stable")  # (shards, buckets)
+
+    def shard_of(self, bucket: int) -> str:
+        """The shard that holds a bucket."""
+        return self._names[int(self._ranked[0, bucket])]
+
+    def holders(self, bucket: int, replicas: int) -> tuple[str, ...]:
+        """The shards that hold a bucket and its copies, the one that answers first; fewer where there are fewer."""
+        return tuple(self._names[index] for index in self._ranked[:replicas, bucket])
+
+    def buckets_of(self, shard: str) -> frozenset[int]:
+        """The buckets that a shard holds."""
+        index = self._names.index(shard)
+        return frozenset(np.flatnonzero(self._ranked[0] == index).tolist())
+
+
+def moves(before: Placement, after: Placement) -> list[Move]:
+    """The buckets whose shard is another one afterwards, in order."""
+    pairs = ((bucket, before.shard_of(bucket), after.shard_of(bucket)) for bucket in range(BUCKETS))
+    return [Move(bucket=bucket, source=source, target=target) for bucket, source, target in pairs if source != target]
