@@ -10,19 +10,58 @@ explains what happens.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ray import train
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def train_recipe(config: dict[str, list[str]]) -> None:
-    """Run the trainer's command line in a worker; Ray has joined the workers in torch.distributed."""
-    from penstock.trainer.__main__ import main as run_trainer
-
-    code = run_trainer(config["arguments"])
+    """Run the trainer as a process beside a worker: in a worker it would be in a thread, without signals."""
+    context = train.get_context()
+    address, port = agree_on_address()
+    rank = {
+        "RANK": context.get_world_rank(),
+        "WORLD_SIZE": context.get_world_size(),
+        "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+        "GROUP_RANK": context.get_node_rank(),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    environment = os.environ | {name: str(value) for name, value in rank.items()}
+    for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        environment.pop(name, None)
+    code = subprocess.call(
+        [sys.executable, "-m", "penstock.trainer", *config["arguments"]], env=environment, preexec_fn=end_with_parent
+    )
     if code:
         raise RuntimeError(f"the trainer ended with {code}; its message is above, or on another worker")
+
+
+def agree_on_address() -> tuple[str, int]:
+    """Rank 0's address, with a free port of its: that of Ray's own group is taken. Collective."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            found = [(os.environ["MASTER_ADDR"], free.getsockname()[1])]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the worker dies: the next start needs its GPU."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,6 +83,7 @@ def main() -> None:
     TorchTrainer(
         train_recipe,
         train_loop_config={"arguments": options.recipe},
+        torch_config=TorchConfig(backend="gloo"),
         scaling_config=train.ScalingConfig(num_workers=options.workers, use_gpu=options.gpus),
         run_config=train.RunConfig(
             name="penstock",

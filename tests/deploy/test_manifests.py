@@ -249,7 +249,7 @@ def _parser_of(script: Path) -> Any:
     tree = ast.parse(script.read_text())
     tree.body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and str(node.module)[:3] == "ray")]
     names: dict[str, Any] = {"__doc__": ast.get_docstring(tree)}
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.FunctionDef) and node.name == "main")]
+    tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef) or node.name == "parse"]
     exec(compile(tree, str(script), "exec"), names)
     return names["parse"]
 
