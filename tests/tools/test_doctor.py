@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
 from time import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +175,27 @@ def test_this_machine_is_examined_and_its_libraries_suffice(monkeypatch: pytest.
     assert facts.store.problem == ""
     assert {each.name for each in facts.libraries} >= {"torch", "numpy", "pyarrow", "simplejpeg"}
     assert {each.level for each in diagnose(facts) if each.check in ("python", "libraries", "store")} == {"ok"}
+
+
+def test_a_temporary_folder_that_is_full_or_missing_is_named_though_python_takes_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    facts = examine(url=None, storage_options=None, timeout_s=5)
+    assert facts.tmp.problem == "there is no such folder"
+    real = os.statvfs
+
+    def full(path: str | Path) -> Any:
+        space = real(path)
+        return SimpleNamespace(
+            f_bavail=0, f_frsize=space.f_frsize, f_blocks=space.f_blocks, f_files=space.f_files, f_favail=space.f_favail
+        )
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(os, "statvfs", full)
+    facts = examine(url=None, storage_options=None, timeout_s=5)
+    assert finding(facts, "/tmp").level == "fail"
+    assert finding(facts, "/tmp").found.startswith(f"{tmp_path}: 0 KiB free of")
 
 
 def test_the_developers_extras_are_not_what_a_machine_needs() -> None:

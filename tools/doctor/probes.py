@@ -142,10 +142,11 @@ def _try_to_write(folder: Path) -> str:
 
 
 def _measure_temporary() -> SpaceFacts:
-    try:
-        return measure_space(Path(tempfile.gettempdir()))
-    except FileNotFoundError as exc:  # nothing is writable
-        return SpaceFacts(path="/tmp", free_bytes=0, total_bytes=0, problem=exc.strerror or str(exc))
+    # ``tempfile`` passes over a folder that is full or missing in silence, and takes the next.
+    named = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
+    if not Path(named).is_dir():
+        return SpaceFacts(path=named, free_bytes=0, total_bytes=0, problem="there is no such folder")
+    return measure_space(Path(named))
 
 
 def _measure_cache(cache_dir: str | None) -> SpaceFacts:
