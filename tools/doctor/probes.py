@@ -160,7 +160,7 @@ def ask_store(url: str, storage_options: Mapping[str, str], *, timeout_s: float)
     """List the first object below a URL, without retries, and compare the clocks."""
     shown = without_password(url)
     scheme = split_root(url)[0] if "://" in url else "file"
-    options = dict(storage_options)
+    options: dict[str, float | str] = dict(storage_options)
     if scheme in CLOUD_SCHEMES | WEB_SCHEMES:
         options = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s} | options
     started = time.monotonic()
