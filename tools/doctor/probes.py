@@ -162,7 +162,7 @@ def ask_store(url: str, storage_options: Mapping[str, str], *, timeout_s: float)
     scheme = split_root(url)[0] if "://" in url else "file"
     options: dict[str, float | str] = dict(storage_options)
     if scheme in CLOUD_SCHEMES | WEB_SCHEMES:
-        options = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s} | options
+        options = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s, **storage_options}
     started = time.monotonic()
     try:
         with closing(open_client(url, options or None)) as store:
