@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "write the weights of a training run as safetensors",
     "audit": "prove that every sample of a run was delivered exactly once",
     "state": "show where a saved state of a loader stands, or move it on",
+    "doctor": "check a machine, a store and the network of ranks; say what to mend",
     "top": "show a training run's ranks live: rates, waits, what to change",
     "report": "draw a training run as one HTML page, also while it runs",
 }

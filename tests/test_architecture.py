@@ -62,7 +62,7 @@ FLOORS = {
         {"integrations", "tools"},
     ),
     "tools": (
-        {"batch_types", "delivery_records", "members", "packing", "simulation"},
+        {"batch_types", "delivery_records", "doctor", "members", "packing", "simulation"},
         {"coverage", "verify_chunks"},
         {"attempts", "mixed_audit"},
         {"audit", "inspect", "pack", "verify"},
