@@ -17,6 +17,7 @@ from penstock.trainer import (
     ArrayLoader,
     DistributedTrainer,
     Evaluation,
+    ExpertsConfig,
     Llama,
     LlamaConfig,
     LossFunction,
@@ -48,6 +49,11 @@ def make_model(**options: Any) -> Llama:
     return Llama(LlamaConfig(**{**sizes, **heads, "tie_word_embeddings": True, **options}))
 
 
+def make_mixture() -> Llama:
+    """Experts, in place of layers, whose biases stay as they are."""
+    return make_model(experts=ExpertsConfig(num_experts=4, balance="none"))
+
+
 class CutArrays(ArrayLoader):
     """Parts of sequences, as SequenceCut makes them."""
 
@@ -57,7 +63,7 @@ class CutArrays(ArrayLoader):
 
     def _take(self, rows: Any) -> dict[str, Tensor]:
         batch = super()._take(rows)
-        places = SequenceCut(["tokens"]).positions(LENGTH, self.part, self.parts)
+        places = SequenceCut(["tokens"]).positions(batch["tokens"].shape[1], self.part, self.parts)
         return {name: one[:, places] for name, one in batch.items()} | {"__positions__": places.repeat(len(rows), 1)}
 
 
