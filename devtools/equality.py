@@ -367,13 +367,18 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3, 4, 8])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="NAME=RANKS,...", help="'' is one rank each")
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--results", type=Path, help="write equality.json into this folder")
-    parser.add_argument("--resume", action="store_true", help="leave out what equality.json there found equal")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="write equality.json into this folder, or equality-layouts.json without '' of --layouts",
+    )
+    parser.add_argument("--resume", action="store_true", help="leave out what was found equal in that file")
     combinations = list_combinations(given := parser.parse_args())
     if given.resume and given.results is None:
         parser.error("--resume goes on with what is in --results; give that too")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
-    path = None if given.results is None else given.results / "equality.json"
+    name = "equality.json" if "" in given.layouts else "equality-layouts.json"
+    path = None if given.results is None else given.results / name
     rows, before = read_results(path) if given.resume and path is not None else ([], 0.0)
     known = {combination for combination, _ in rows}
     left = [one for one in combinations if one not in known]

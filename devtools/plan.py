@@ -63,6 +63,7 @@ LAYOUTS = (
     "dp=2,pp=2",
     "dp=2,pp=2,zero=3",
     "pp=2,tp=2",
+    "pp=2,tp=2,zero=1",
     "dp=2,cp=2,zero=1",
     "dp=2,ep=2,tp=2",
 )

@@ -145,8 +145,8 @@ WORKLOADS = (
     Workload(name="short-accumulate-4", width=256, layers=8, batch_size=16, accumulate=4),
     Workload(name="short-zero1", width=256, layers=8, batch_size=64, zero=1),
     Workload(name="short-zero3", width=256, layers=8, batch_size=64, zero=3),
-    Workload(name="tp", width=512, layers=8, batch_size=64, tp=2),  # some 20 ms a step on two cores
-    Workload(name="pp", width=512, layers=8, batch_size=64, pp=2),
+    Workload(name="tp", width=512, layers=6, batch_size=64, tp=2),  # some 20 ms a step on two cores
+    Workload(name="pp", width=512, layers=6, batch_size=64, pp=2),
     Workload(name="large", width=2048, layers=8, batch_size=2048),  # some ms a step on a large GPU
 )
 _ON_CPU = [work.name for work in WORKLOADS if not work.is_spread and work.name != "large"]

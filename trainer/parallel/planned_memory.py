@@ -194,7 +194,10 @@ def count_stage_memory(
     trained = [one for one in parts if one.trained]
     gathered = sum(_whole(one, config, sizes) for one in parts) if config.zero else 0.0
     whole = sum(_whole(one, config, sizes) if config.zero else one.nbytes for one in trained)
-    walk, kept, gradients = [], 0.0, 0.0
+    kept = gradients = copied = 0.0
+    if config.zero:  # the last block comes in one piece, and is copied to where it is used
+        copied = max((size for name, size in _by_block(parts, config, sizes).items() if name), default=0.0)
+    walk = [_Moment(gathered + copied)]
     for one in actions:
         if one.kind == "F":
             kept += by_stage[one.stage]
