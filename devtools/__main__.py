@@ -18,6 +18,7 @@ _PARTS = {
     "simulation_rank",
     "single_pass",
     "single_start",
+    "step_account",
 }  # of other tools
 _USAGE = "usage: python -m devtools CASE [ARGUMENTS]\n\nCASE --help tells its arguments.\n"
 

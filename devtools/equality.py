@@ -3,7 +3,8 @@
 python -m devtools equality                                  # all, on up to eight local ranks
 python -m devtools equality --models lm --zero 3 --ranks 4   # some
 python -m devtools equality --layouts tp=2 tp=2,cp=2         # those whose replicas lie on several ranks
-python -m devtools equality --results benchmarks/results     # and keep what was found
+python -m devtools equality --results benchmarks/results     # and keep what was found, as it is found
+python -m devtools equality --results benchmarks/results --resume    # leave out what is kept there and was equal
 
 Each combination trains three times. In fp32 and in fp64, weights and buffers must be those of the naive loop in one
 process, but for the rounding of sums; modes of modules and generators must be equal. The third run is stopped
@@ -19,12 +20,13 @@ import json
 import math
 import multiprocessing
 import shlex
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -50,7 +52,7 @@ CLIP_NORM = 0.5
 REPLICATED = ("lm", "resnet", "embeddings")
 """Models that are trained on replicas of one rank, too."""
 
-LAYOUTS = ("", "tp=2", "cp=2", "tp=2,cp=2", "pp=2", "pp=2,tp=2")
+LAYOUTS = ("", "tp=2", "cp=2", "tp=2,cp=2", "pp=2", "pp=2,tp=2", "ep=2", "ep=2,tp=2", "ep=2,cp=2")
 BOUNDS = {"fp32": 2e-6, "fp64": 1e-13}
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -71,8 +73,13 @@ class Combination:
         return {name: int(size) for name, _, size in (one.partition("=") for one in self.layout.split(",") if one)}
 
     @property
+    def replica_ranks(self) -> int:
+        """Ranks of each replica; experts are spread over replicas."""
+        return math.prod(size for name, size in self.sizes.items() if name != "ep")
+
+    @property
     def replicas(self) -> int:
-        return self.ranks // math.prod(self.sizes.values())
+        return self.ranks // self.replica_ranks
 
     @property
     def clip_norm(self) -> float | None:
@@ -299,24 +306,44 @@ def can_run(combination: Combination) -> bool:
     """Return whether the ranks can be laid out so, and the model be cut so; without a layout, as asked for."""
     if not combination.layout:
         return combination.ranks <= 4 and combination.model in REPLICATED
-    replica = math.prod(combination.sizes.values())
-    return combination.ranks % replica == 0 and combination.sizes.keys() <= CASES[combination.model].parallel.keys()
+    if combination.ranks % combination.replica_ranks or combination.replicas % combination.sizes.get("ep", 1):
+        return False
+    return combination.sizes.keys() <= CASES[combination.model].parallel.keys()
 
 
-def write_results(path: Path, rows: Sequence[tuple[Combination, Found]], seconds: float) -> None:
-    """Write what was found, with the command, date and machine."""
+def read_results(path: Path) -> tuple[list[tuple[Combination, Found]], float]:
+    """The combinations that earlier runs found equal, and their seconds; none where there is no such file."""
+    if not path.exists():
+        return [], 0.0
+    kept = json.loads(path.read_text())
+    names = {one.name for one in fields(Combination)}
+    rows = [
+        (
+            Combination(**{name: row[name] for name in names if name in row}),
+            Found(weights=row["weights"], buffers=row["buffers"], wrong=row["wrong"]),
+        )
+        for row in kept["rows"]
+    ]
+    return [(combination, found) for combination, found in rows if not found.wrong], kept["seconds"]
+
+
+def write_results(path: Path, rows: Sequence[tuple[Combination, Found]], seconds: float, asked: int) -> None:
+    """Write what was found of ``asked`` combinations, with command, date and machine; a kill leaves a whole file."""
     result = {
         "command": f"python -m devtools equality {shlex.join(sys.argv[1:])}".strip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "versions": list_versions(),
         "seconds": round(seconds),
+        "asked": asked,
         "steps": STEPS,
         "bounds": BOUNDS,
         "worst": _worst(rows),
         "rows": [asdict(combination) | asdict(found) for combination, found in rows],
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    written = path.with_suffix(".tmp")
+    written.write_text(json.dumps(result, indent=1) + "\n")
+    written.replace(path)
 
 
 def _worst(rows: Sequence[tuple[Combination, Found]]) -> dict[str, float]:
@@ -340,21 +367,35 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3, 4, 8])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="NAME=RANKS,...", help="'' is one rank each")
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--results", type=Path, help="write equality.json into this folder")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="write equality.json into this folder, or equality-layouts.json without '' of --layouts",
+    )
+    parser.add_argument("--resume", action="store_true", help="leave out what was found equal in that file")
     combinations = list_combinations(given := parser.parse_args())
+    if given.resume and given.results is None:
+        parser.error("--resume goes on with what is in --results; give that too")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
+    name = "equality.json" if "" in given.layouts else "equality-layouts.json"
+    path = None if given.results is None else given.results / name
+    rows, before = read_results(path) if given.resume and path is not None else ([], 0.0)
+    known = {combination for combination, _ in rows}
+    left = [one for one in combinations if one not in known]
     print(f"{'':<42}{'fp32, largest':>18}{'fp64, largest':>18}")
     print(
         f"{'model':<11}{'layout':<10}{'ranks':>5}{'accumulate':>11}{'zero':>5}{'weights':>9}{'buffers':>9}{'weights':>9}{'buffers':>9}"
     )
-    started, rows = time.monotonic(), []
-    for combination, found in run_all(combinations):
+    started = time.monotonic()
+    for combination, found in run_all(left) if left else ():
         rows.append((combination, found))
         print(format_row(combination, found), flush=True)
+        if path is not None:
+            write_results(path, rows, before + time.monotonic() - started, len(known | set(combinations)))
     wrong = sum(bool(found.wrong) for _, found in rows)
     worst = ", ".join(f"{distance:.1e} in {dtype}" for dtype, distance in _worst(rows).items())
-    print(f"{len(rows)} combinations in {time.monotonic() - started:.0f} s, {wrong} of them wrong; at most {worst}")
-    if given.results is not None:
-        write_results(given.results / "equality.json", rows, time.monotonic() - started)
+    seconds = before + time.monotonic() - started
+    print(f"{len(rows)} combinations in {seconds:.0f} s, {wrong} of them wrong; at most {worst}")
     return 1 if wrong else 0
 
 

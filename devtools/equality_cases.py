@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from penstock import SequenceCut
-from penstock.trainer import Llama, LlamaConfig
+from penstock.trainer import ExpertsConfig, Llama, LlamaConfig
 from penstock.trainer.data.arrays import ArrayLoader
 from penstock.trainer.ranks.mesh import Mesh
 from penstock.trainer.reproducibility import seed_step
@@ -227,7 +227,7 @@ def _make_sequences(random: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def _make_llama(*, tied: bool) -> Llama:
+def _make_llama(*, tied: bool, experts: ExpertsConfig | None = None) -> Llama:
     config = LlamaConfig(
         vocab_size=_TOKENS,
         hidden_size=8,
@@ -237,8 +237,14 @@ def _make_llama(*, tied: bool) -> Llama:
         num_key_value_heads=2,
         tie_word_embeddings=tied,
         initializer_range=0.3,
+        experts=experts,
     )
     return Llama(config)
+
+
+def _make_mixture() -> Llama:
+    # Biases that balance experts are moved by the trainer, of which the naive loop knows nothing.
+    return _make_llama(tied=False, experts=ExpertsConfig(num_experts=4, num_experts_per_tok=2, balance="none"))
 
 
 def _make_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -294,6 +300,7 @@ CASES: dict[str, Case] = {
             "pp": _PARTS,
         },
     ),
+    "mixture": Case(_make_mixture, _make_sequences, _make_adam, _lose_tokens, parallel={"tp": {}, "cp": {}, "ep": {}}),
     "encoder": Case(Encoder, _make_sequences, _make_adam, _lose_masked, parallel={"cp": {}}),
 }
 

@@ -1,7 +1,10 @@
 """Measure what the trainer's loop costs over a bare PyTorch loop with the same model, engine and optimizer.
 
 torchrun --nproc-per-node=2 -m devtools trainer_overhead --results benchmarks/results
+torchrun --nproc-per-node=2 -m devtools trainer_overhead --workloads tp pp --rounds 12 --results benchmarks/results
 python -m devtools trainer_overhead --device cuda --workloads short large
+
+"tp" and "pp" lay the model over both ranks; their bare loops are torch's parallelize_module and torch's 1F1B schedule.
 
 Rounds of both loops alternate in one run, so that a busy machine slows both. Steps are timed by when the loop asks for
 batches: what happens once a run does not count, all that happens once a step or once a record does. A round's time is
@@ -31,6 +34,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,6 +51,7 @@ from .arguments import make_parser
 
 _CLASSES = 32
 _BLOCK = 10  # steps: as many as a record of the trainer covers
+_PARTS = 4  # of a batch, in a pipeline
 
 
 class Stack(nn.Module):
@@ -63,17 +69,44 @@ class Stack(nn.Module):
         return scores
 
 
+class Pairs(nn.Module):
+    """Pairs of linear layers with residual connections, which tensor parallelism cuts by columns and by rows."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Pair(width) for _ in range(layers)])
+        self.scores = nn.Linear(width, _CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        scores: torch.Tensor = self.scores(x)
+        return scores
+
+
+class _Pair(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return result
+
+
 def sum_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
 
 
-def make_loader(world: World, rows: int, batch_size: int, width: int) -> ArrayLoader:
+def make_loader(world: World, rows: int, batch_size: int, width: int, *, same: bool = False) -> ArrayLoader:
+    """Batches of this rank's rows, or with ``same`` of those of all ranks."""
     random = torch.Generator().manual_seed(0)
     arrays = {
         "x": torch.randn(rows, width, generator=random),
         "y": torch.randint(0, _CLASSES, (rows,), generator=random),
     }
-    return ArrayLoader(arrays, batch_size=batch_size, rank=world.rank, world_size=world.world_size)
+    rank, ranks = (0, 1) if same else (world.rank, world.world_size)
+    return ArrayLoader(arrays, batch_size=batch_size, rank=rank, world_size=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +120,22 @@ class Workload:
     zero: int = 0
     accumulate: int = 1
     clip_norm: float | None = None
+    tp: int = 1
+    pp: int = 1
 
-    def make_model(self) -> Stack:
+    @property
+    def is_spread(self) -> bool:
+        return self.tp * self.pp > 1
+
+    def make_model(self) -> nn.Module:
         torch.manual_seed(0)
-        return Stack(self.width, self.layers)
+        return (Pairs if self.is_spread else Stack)(self.width, self.layers)
+
+    def parallel(self) -> dict[str, Any]:
+        """Options of the trainer's table of that name."""
+        options: dict[str, Any] = {"zero": self.zero, "tp": self.tp, "pp": self.pp}
+        options |= {"plan": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}} if self.tp > 1 else {}
+        return options | ({"microbatches": _PARTS} if self.pp > 1 else {})
 
 
 WORKLOADS = (
@@ -100,9 +145,11 @@ WORKLOADS = (
     Workload(name="short-accumulate-4", width=256, layers=8, batch_size=16, accumulate=4),
     Workload(name="short-zero1", width=256, layers=8, batch_size=64, zero=1),
     Workload(name="short-zero3", width=256, layers=8, batch_size=64, zero=3),
+    Workload(name="tp", width=512, layers=6, batch_size=64, tp=2),  # some 20 ms a step on two cores
+    Workload(name="pp", width=512, layers=6, batch_size=64, pp=2),
     Workload(name="large", width=2048, layers=8, batch_size=2048),  # some ms a step on a large GPU
 )
-_ON_CPU = [work.name for work in WORKLOADS if work.name != "large"]
+_ON_CPU = [work.name for work in WORKLOADS if not work.is_spread and work.name != "large"]
 
 
 class TimedBatches:
@@ -134,8 +181,14 @@ class TimedBatches:
 
 def run_bare(work: Workload, world: World, loader: TimedBatches) -> None:
     """The loop that a PyTorch user writes: exchange with the last microbatch, clip where asked to, step."""
+    if work.pp > 1:
+        return run_bare_pipeline(work, world, loader)
     model: nn.Module = work.make_model().to(world.device)
-    if work.zero:
+    if work.tp > 1:
+        cut = init_device_mesh(world.device.type, (work.tp,))
+        for block in model.get_submodule("blocks").children():
+            parallelize_module(block, cut, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    elif work.zero:
         mesh = init_device_mesh(world.device.type, (world.world_size,))
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh, reshard_after_forward=work.zero == 3)
@@ -147,7 +200,7 @@ def run_bare(work: Workload, world: World, loader: TimedBatches) -> None:
     while True:
         taken = [batch for _, batch in zip(range(work.accumulate), batches, strict=False)]
         if not taken:
-            return
+            return None
         for index, batch in enumerate(taken):
             waits = index < len(taken) - 1 and isinstance(model, DistributedDataParallel)
             with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
@@ -159,12 +212,32 @@ def run_bare(work: Workload, world: World, loader: TimedBatches) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
+def run_bare_pipeline(work: Workload, world: World, loader: TimedBatches) -> None:
+    """The loop that a PyTorch user writes with torch's pipelines: each rank keeps its half of the blocks."""
+    whole = work.make_model()
+    assert isinstance(whole, Pairs), "it is spread"
+    size = work.layers // work.pp
+    mine = list(whole.blocks)[size * world.rank : size * (world.rank + 1)]
+    is_last = world.rank == work.pp - 1
+    model = nn.Sequential(*mine, *([whole.scores] if is_last else [])).to(world.device)
+    stage = PipelineStage(model, world.rank, work.pp, world.device)
+    schedule = Schedule1F1B(stage, _PARTS, loss_fn=F.cross_entropy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in loader:
+        if world.rank == 0:
+            schedule.step(batch["x"])
+        else:
+            schedule.step(target=batch["y"])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 def run_trainer(work: Workload, world: World, loader: TimedBatches) -> None:
     """The same steps with the trainer and all that it does in a step: watchdog, checks, records."""
     options = {
         "epochs": 1,
         "precision": {"dtype": "fp32"},
-        "parallel": {"zero": work.zero},
+        "parallel": work.parallel(),
         "step": {"accumulate": work.accumulate, "clip_norm": work.clip_norm},
         "report": {"quiet": True},
     }
@@ -183,7 +256,8 @@ def run_trainer(work: Workload, world: World, loader: TimedBatches) -> None:
 
 def measure(work: Workload, world: World, *, rounds: int, steps: int) -> dict[str, Any]:
     """The steps of each round of both loops in ms, and the quartiles of the rounds' ratios."""
-    made = make_loader(world, 16 * work.batch_size * world.world_size, work.batch_size, work.width)
+    rows = 16 * work.batch_size * world.world_size
+    made = make_loader(world, rows, work.batch_size, work.width, same=work.is_spread)
     batches = [{name: value.to(world.device) for name, value in batch.items()} for batch in made]
     loops: dict[str, Callable[[Workload, World, TimedBatches], None]] = {"bare": run_bare, "trainer": run_trainer}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}

@@ -14,7 +14,6 @@ from .compression.compression import Compression
 from .computing import ComputeClock
 from .config import TrainerConfig
 from .data.batches import find_rows
-from .errors import TrainerConfigError
 from .parallel.activation import compile_model, recompute_activations
 from .parallel.materialise import Initialiser
 from .parallel.model import OptimizerFactory, ParallelModel
@@ -52,12 +51,6 @@ def find_spread(config: TrainerConfig, model: nn.Module, mesh: Mesh) -> tuple[Re
         TrainerConfigError: the model cannot be cut so.
     """
     parallel = config.parallel
-    for key in ("cp", "ep"):
-        if parallel.pp > 1 and getattr(parallel, key) > 1:
-            raise TrainerConfigError(
-                f"parallel.pp={parallel.pp} with parallel.{key}={getattr(parallel, key)} is not there yet; leave one "
-                "of them out"
-            )
     if not mesh.is_spread:
         return None, None
     pipeline = None

@@ -78,6 +78,12 @@ class ParallelConfig:
         for key in ("tp", "pp", "cp", "ep", "microbatches"):
             check_range(f"parallel.{key}", getattr(self, key), low=1)
         check_schedule(self.schedule)
+        for key in ("cp", "ep"):
+            if self.pp > 1 and getattr(self, key) > 1:
+                raise TrainerConfigError(
+                    f"parallel.pp={self.pp} with parallel.{key}={getattr(self, key)} is not there yet; leave one of "
+                    "them out"
+                )
         if self.plan is not None and self.tp == 1:
             raise TrainerConfigError(
                 "parallel.plan says how layers are cut over parallel.tp ranks, and parallel.tp=1 cuts none; set "

@@ -58,7 +58,7 @@ class LocalExchange:
         self._buckets += experts
         self._is_exchanging = False
         self._there: set[nn.Parameter] = set()
-        self._sent: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
+        self._sent: list[tuple[list[nn.Parameter], Tensor | None, dist.Work | None]] = []
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
@@ -101,11 +101,14 @@ class LocalExchange:
         for bucket, flat, work in self._sent:
             if work is not None:
                 work.wait()
-            parts = torch.split(flat, [local_part(one).numel() for one in bucket])
-            for one, part in zip(bucket, parts, strict=True):
+            for one in bucket:
                 if not used[one]:
                     one.grad = None
-                elif one.grad is not None:
+            if flat is None:  # no other rank has the same parts
+                continue
+            parts = torch.split(flat, [local_part(one).numel() for one in bucket])
+            for one, part in zip(bucket, parts, strict=True):
+                if one.grad is not None:
                     values = local_part(one.grad)
                     values.copy_(part.view_as(values))
         self._sent = []
@@ -122,20 +125,18 @@ class LocalExchange:
 
     @torch.no_grad()
     def _send(self, bucket: list[nn.Parameter]) -> None:
-        parts = []
         for one in bucket:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
             if isinstance(one, DTensor) and isinstance(one.grad, DTensor) and one.grad.placements != one.placements:
                 one.grad = one.grad.redistribute(placements=one.placements)
-            parts.append(local_part(one.grad).reshape(-1))
-        flat = torch.cat(parts)
-        work = None
-        if self._mesh.gradient_ranks > 1:
-            group, ranks = self._mesh.gradient_group, self._mesh.gradient_ranks
-            if len(self._sent) >= self._dense:
-                assert self._mesh.expert_replicas is not None, "experts are spread"
-                group, ranks = self._mesh.expert_replicas.get_group(), self._mesh.expert_replicas.size()
+        group, ranks = self._mesh.gradient_group, self._mesh.gradient_ranks
+        if len(self._sent) >= self._dense:
+            assert self._mesh.expert_replicas is not None, "experts are spread"
+            group, ranks = self._mesh.expert_replicas.get_group(), self._mesh.expert_replicas.size()
+        flat = work = None
+        if ranks > 1:
+            flat = torch.cat([local_part(one.grad).reshape(-1) for one in bucket if one.grad is not None])
             flat.div_(ranks)
             work = dist.all_reduce(flat, group=group, async_op=True)
         self._sent.append((bucket, flat, work))

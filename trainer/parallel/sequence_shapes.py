@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
 )
@@ -62,15 +63,27 @@ def find_shape_change(name: str, style: ParallelStyle, tp: int) -> ShapeChange:
         return ShapeChange(name=name, tp=tp, joined=joined, is_cut=style.output_layouts[0] == cut)
     if isinstance(style, SequenceParallel):
         return ShapeChange(name=name, tp=tp)
-    if type(style) is PrepareModuleInput and not style.input_kwarg_layouts:
-        pairs = list(zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True))
-        if all(one == other or (one, other) == (cut, Replicate()) for one, other in pairs):
-            return ShapeChange(name=name, tp=tp, joined=tuple(at for at, (a, b) in enumerate(pairs) if a != b))
+    if type(style) is PrepareModuleInput:
+        joined = _find_joined(style)
+        if joined is not None:
+            return ShapeChange(name=name, tp=tp, joined=joined)
+    if type(style) is PrepareModuleInputOutput:
+        joined, output = _find_joined(style.prepare_module_input), style.prepare_module_output
+        if joined is not None and (*output.output_layouts, *output.desired_output_layouts) == (Replicate(), cut):
+            return ShapeChange(name=name, tp=tp, joined=joined, is_cut=True)
     raise TrainerConfigError(
         f"parallel.plan lays {name!r} out by {type(style).__name__}, of which a pipeline cannot tell the shapes that "
         "go from stage to stage; use the words for styles, or PrepareModuleInput that gathers sequences, or leave "
         "parallel.pp out"
     )
+
+
+def _find_joined(style: PrepareModuleInput) -> tuple[int, ...] | None:
+    """Places of arguments whose sequences are gathered; None where others are laid out in another way."""
+    pairs = list(zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True))
+    if style.input_kwarg_layouts or any(a != b and (a, b) != (Shard(SEQUENCE), Replicate()) for a, b in pairs):
+        return None
+    return tuple(at for at, (a, b) in enumerate(pairs) if a != b)
 
 
 def check_length(name: str, tp: int, module: nn.Module | None, values: Any) -> None:

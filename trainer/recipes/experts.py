@@ -177,11 +177,12 @@ class MixtureOfExperts(nn.Module):
 
         self._load: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
+        """``is_token`` (B, T) bool is false for padding, which is computed and not counted; None counts everything."""
         weights, chosen, scores = self.router(x)
         flat = chosen.flatten()
         is_taken = weights.detach().flatten() > 0
-        self._count(chosen, scores)
+        self._count(chosen, scores, is_token)
         # Rows in the order of their experts; those without room come last, and are left out.
         order = torch.where(is_taken, flat, self.config.num_experts).argsort(stable=True)
         taken = _count_experts(flat, self.config.num_experts, is_taken)
@@ -222,19 +223,22 @@ class MixtureOfExperts(nn.Module):
         loads = torch.where(self.shares.sum() > 0, self.shares * self.config.num_experts, math.nan)
         return {"expert_load_max": loads.max(), "expert_load_min": loads.min()}
 
-    def _count(self, chosen: Tensor, scores: Tensor) -> None:
+    def _count(self, chosen: Tensor, scores: Tensor, is_token: Tensor | None) -> None:
         if not (self.training and torch.is_grad_enabled()):
             self.auxiliary_loss = None
             return
         if has_values(chosen):
-            load = _count_experts(chosen.flatten(), self.config.num_experts).double()
+            counted = None if is_token is None else is_token[..., None].expand_as(chosen).flatten()
+            load = _count_experts(chosen.flatten(), self.config.num_experts, counted).double()
             self._load = load if self._load is None else self._load + load
         if self.config.balance == "loss":
-            length = chosen.shape[1]
-            chose = F.one_hot(chosen, self.config.num_experts).sum(2).float().mean(1)  # (B, experts)
+            chose = F.one_hot(chosen, self.config.num_experts).sum(2).float()  # (B, T, experts)
+            counts = torch.ones_like(chose[..., :1]) if is_token is None else is_token[..., None].to(chose.dtype)
+            lengths = counts.sum(1)  # (B, 1)
+            shares, means = ((one * counts).sum(1) / lengths.clamp(min=1.0) for one in (chose, scores))
             even = self.config.num_experts / self.config.num_experts_per_tok
-            balance = even * (chose * scores.mean(1)).sum(-1)  # (B,), 1 where all have their share
-            self.auxiliary_loss = self.config.loss_weight * length * balance.sum()
+            balance = even * (shares * means).sum(-1)  # (B,), 1 where all have their share
+            self.auxiliary_loss = self.config.loss_weight * (lengths[:, 0] * balance).sum()
 
 
 def list_mixtures(model: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:

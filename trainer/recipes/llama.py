@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput, PrepareModuleInputOutput
 from torch.nn import functional as F  # noqa: N812
 
 from ..data.batches import VALID
@@ -30,6 +30,7 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, each (B or 1, 1, T, head_dim / 2)."""
 
 _NO_TARGET = -100
+_PADDING = -1  # in document_ids, as packing has it
 
 
 class Linear(nn.Linear):
@@ -107,9 +108,10 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config) if config.experts is None else _make_experts(config, config.experts)
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None, is_token: Tensor | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, mask)
-        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        more = {} if is_token is None else {"is_token": is_token}
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x), **more)
         return result
 
 
@@ -135,8 +137,10 @@ class Decoder(nn.Module):
             positions = sequence_places(length, tokens.device)[None]
         rotation = make_rotation(positions, self.config, x.dtype)
         mask = None if documents is None else mask_documents(documents)
+        # Experts count the tokens that choose them, and padding is none.
+        more = () if documents is None or self.config.experts is None else (documents >= 0,)
         for layer in self.layers:
-            x = layer(x, rotation, mask)
+            x = layer(x, rotation, mask, *more)
         result: Tensor = self.norm(x)
         return result
 
@@ -144,8 +148,8 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """Scores of each next token, (B, T, vocab_size), of tokens, (B, T) int64.
 
-    Of packed sequences, ``positions`` (B, T) begin at 0 in each document, and ``documents`` (B, T) number them: tokens
-    attend to those before them in their own document. Without, each row is one document.
+    Of packed sequences, ``positions`` (B, T) begin at 0 in each document, and ``documents`` (B, T) number them, -1 for
+    padding: tokens attend to those before them in their own document. Without, each row is one document.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -170,8 +174,9 @@ def plan(model: nn.Module, *, sequence: bool = True, loss: bool = True) -> Mappi
 
     With ``sequence``, norms and residuals are cut along the sequence (Korthikanti et al. 2022), whose length must then
     be a multiple of the ranks. With ``loss``, scores stay cut by tokens of the vocabulary, and the loss of them must
-    be ``F.cross_entropy``.
+    be ``F.cross_entropy``. Experts are not cut: each rank computes them for all tokens, and ``ep`` spreads them.
     """
+    has_experts = any(True for _ in list_mixtures(model))
     to = "_to_sequence" if sequence else ""
     if loss:
         scores = "loss_of_sequence" if sequence else "loss"
@@ -182,11 +187,11 @@ def plan(model: nn.Module, *, sequence: bool = True, loss: bool = True) -> Mappi
         "model.embed_tokens": f"embedding{to}",
         f"{layer}.self_attn.[qkv]_proj": "colwise",
         f"{layer}.self_attn.o_proj": f"rowwise{to}",
-        f"{layer}.mlp.gate_proj": "colwise",
-        f"{layer}.mlp.up_proj": "colwise",
-        f"{layer}.mlp.down_proj": f"rowwise{to}",
         "lm_head": scores,
     }
+    if not has_experts:
+        styles |= {f"{layer}.mlp.gate_proj": "colwise", f"{layer}.mlp.up_proj": "colwise"}
+        styles |= {f"{layer}.mlp.down_proj": f"rowwise{to}"}
     if sequence:  # each layer gathers what it takes once, not in each of its products
         cut, whole = Shard(1), Replicate()
         styles |= {f"{layer}.input_layernorm": "sequence", f"{layer}.post_attention_layernorm": "sequence"}
@@ -195,7 +200,15 @@ def plan(model: nn.Module, *, sequence: bool = True, loss: bool = True) -> Mappi
             f"{layer}.self_attn": PrepareModuleInput(
                 input_layouts=(cut, None, None), desired_input_layouts=(whole, None, None)
             ),
-            f"{layer}.mlp": PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole),
+            f"{layer}.mlp": PrepareModuleInputOutput(
+                input_layouts=cut,
+                desired_input_layouts=whole,
+                use_local_input=True,
+                output_layouts=whole,
+                desired_output_layouts=cut,
+            )
+            if has_experts
+            else PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole),
         }
     return styles
 
@@ -257,6 +270,7 @@ def shift(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     valid = torch.tensor([bool(row.get(VALID, True)) for row in rows])  # others fill the last batch
     counts = (whole["loss_mask"] != 0) & valid[:, None]
     targets = whole["tokens"].masked_fill(~counts, _NO_TARGET)[:, 1:]
+    whole["document_ids"] = whole["document_ids"].masked_fill(~valid[:, None], _PADDING)
     return {name: whole[name][:, :-1] for name in names[:3]} | {"targets": targets}
 
 
@@ -280,11 +294,12 @@ def _predict(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor
     if "targets" in batch:
         scores = model(batch["tokens"], batch["position_ids"], batch["document_ids"])
         return scores.flatten(0, 1).float(), batch["targets"].flatten()
-    counts = batch["loss_mask"]
+    counts, documents = batch["loss_mask"], batch["document_ids"]
     if VALID in batch:  # rows that fill the last batch
-        counts = counts & batch[VALID][:, None]
+        is_filled = ~batch[VALID][:, None]
+        counts, documents = counts & ~is_filled, documents.masked_fill(is_filled, _PADDING)
     targets = batch["tokens"].masked_fill(~counts, _NO_TARGET)[:, 1:]
-    scores = model(batch["tokens"][:, :-1], batch["position_ids"][:, :-1], batch["document_ids"][:, :-1])
+    scores = model(batch["tokens"][:, :-1], batch["position_ids"][:, :-1], documents[:, :-1])
     return scores.flatten(0, 1).float(), targets.flatten()
 
 

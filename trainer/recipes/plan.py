@@ -12,7 +12,8 @@ from rich.table import Table
 from ...storage.sizes import read_size
 from ..errors import RecipeError, TrainerConfigError
 from ..parallel.meta import build_on_meta
-from ..parallel.planner import WIRE, Plan, Work, plan_layout, propose_layouts
+from ..parallel.planned_parts import Work
+from ..parallel.planner import WIRE, Plan, plan_layout, propose_layouts
 from ..parallel.trace import Record, trace_forward, trace_optimizer
 from .parameter_groups import freeze_parameters
 from .recipe import Recipe

@@ -17,6 +17,7 @@ from penstock.trainer import (
     ArrayLoader,
     DistributedTrainer,
     Evaluation,
+    ExpertsConfig,
     Llama,
     LlamaConfig,
     LossFunction,
@@ -48,6 +49,11 @@ def make_model(**options: Any) -> Llama:
     return Llama(LlamaConfig(**{**sizes, **heads, "tie_word_embeddings": True, **options}))
 
 
+def make_mixture() -> Llama:
+    """Experts, in place of layers, whose biases stay as they are."""
+    return make_model(experts=ExpertsConfig(num_experts=4, balance="none"))
+
+
 class CutArrays(ArrayLoader):
     """Parts of sequences, as SequenceCut makes them."""
 
@@ -57,7 +63,7 @@ class CutArrays(ArrayLoader):
 
     def _take(self, rows: Any) -> dict[str, Tensor]:
         batch = super()._take(rows)
-        places = SequenceCut(["tokens"]).positions(LENGTH, self.part, self.parts)
+        places = SequenceCut(["tokens"]).positions(batch["tokens"].shape[1], self.part, self.parts)
         return {name: one[:, places] for name, one in batch.items()} | {"__positions__": places.repeat(len(rows), 1)}
 
 
@@ -88,7 +94,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def measure(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     scores = model(batch["tokens"], batch["places"], batch["documents"])
     counts = batch["next"] >= 0
-    found, _ = loss(model, batch)
+    found = F.cross_entropy(scores.flatten(0, 1), batch["next"].flatten(), ignore_index=-1, reduction="sum")
     return {"loss": (found, counts.sum()), "accuracy": ((scores.argmax(-1) == batch["next"]).sum(), counts.sum())}
 
 

@@ -1,6 +1,6 @@
 """A rank that torchrun starts: trains on its GPU in each of the layouts, and rank 0 prints the weights.
 
-Arguments: an empty folder, and a list of layouts as JSON.
+Arguments: an empty folder, a list of layouts as JSON, and the device, if it is another.
 """
 
 from __future__ import annotations
@@ -8,18 +8,23 @@ from __future__ import annotations
 import json
 import sys
 
-from spread_cases import make_trainer, whole_weights
+import torch.distributed as dist
+from spread_cases import make_mixture, make_model, make_trainer, whole_weights
 
 from penstock.trainer import close_world, open_world
 
 
-def main(folder: str, layouts: str) -> None:
-    world = open_world(device="cuda")
+def main(folder: str, layouts: str, device: str = "cuda") -> None:
+    world = open_world(device=device)
     found = []
     for number, parallel in enumerate(json.loads(layouts)):
-        with make_trainer(f"{folder}/{number}", world, 4, parallel) as trainer:
+        model = make_mixture if "ep" in parallel else make_model
+        with make_trainer(f"{folder}/{number}", world, 4, parallel, model=model) as trainer:
             trainer.train()
-        found.append({name: one.tolist() for name, one in whole_weights(trainer.parallel.inner).items()})
+        own = {name: one.tolist() for name, one in whole_weights(trainer.parallel.inner).items()}
+        stages: list[dict[str, object]] = [{}] * world.world_size
+        dist.all_gather_object(stages, own)
+        found.append({name: one for stage in stages for name, one in stage.items()})
     if world.is_first:
         print("FOUND" + json.dumps(found), flush=True)
     close_world()

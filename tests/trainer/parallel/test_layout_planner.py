@@ -22,10 +22,12 @@ from penstock.trainer.errors import RecipeError, TrainerConfigError
 from penstock.trainer.parallel.activation import ActivationConfig
 from penstock.trainer.parallel.config import ParallelConfig
 from penstock.trainer.parallel.meta import build_on_meta
-from penstock.trainer.parallel.planner import Work, plan_layout, propose_layouts
+from penstock.trainer.parallel.planned_parts import Work
+from penstock.trainer.parallel.planner import plan_layout, propose_layouts
 from penstock.trainer.parallel.precision import PrecisionConfig
 from penstock.trainer.parallel.tensor import TensorPlan, spread_losses
 from penstock.trainer.parallel.trace import trace_forward, trace_optimizer
+from penstock.trainer.recipes.experts import ExpertsConfig
 from penstock.trainer.recipes.llama import Llama, next_token_loss
 from penstock.trainer.recipes.llama_config import LlamaConfig
 from penstock.trainer.recipes.plan import read_memory
@@ -69,10 +71,10 @@ def test_each_zero_stage_shards_more(work: Work) -> None:
     plans = {zero: plan_layout(work, ParallelConfig(zero=zero), 4) for zero in (0, 1, 2, 3)}
     for zero in (1, 2, 3):
         (rank,) = plans[zero].ranks
-        gathered = root + 2 * block if zero == 3 else NUMBERS
+        gathered = root + 2 * block if zero == 3 else NUMBERS + block  # the last one is copied
         assert rank.optimizer == 8 * NUMBERS / 4
         assert rank.weights == 4 * (NUMBERS / 4 + gathered)
-        assert rank.gradients == 4 * (NUMBERS / 4 + max(root, block))
+        assert rank.gradients == 4 * ((NUMBERS - root) / 4 + 2 * root)  # the root's are copied to be scattered
     ring = 3 / 4 * 4 * NUMBERS
     assert [plans[zero].wire["dp"] / ring for zero in (0, 1, 2, 3)] == pytest.approx([2, 2, 2, 3])
 
@@ -82,7 +84,7 @@ def test_microbatches_gather_again_but_with_zero_1(work: Work) -> None:
     sent = [plan_layout(twice, ParallelConfig(zero=zero), 4).wire["dp"] for zero in (0, 1, 2, 3)]
     assert [one / (3 / 4 * 4 * NUMBERS) for one in sent] == pytest.approx([2, 2, 4, 6])
     (rank,) = plan_layout(twice, ParallelConfig(zero=1), 4).ranks
-    assert rank.gradients == 4 * (NUMBERS / 4 + NUMBERS)
+    assert rank.gradients == 4 * (NUMBERS + BLOCK + NORMS)
 
 
 def test_tensor_parallelism_cuts_matrices_and_leaves_norms(work: Work) -> None:
@@ -102,6 +104,33 @@ def test_stages_share_parameters_and_send_borders(work: Work) -> None:
     assert plan.wire["pp"] == 4 * 32 * LENGTH * WIDTH  # each sends all rows once: values, or their gradients
     whole = plan_layout(work, ParallelConfig(), 1).worst.activations
     assert plan.worst.activations < whole / 4
+
+
+def test_cut_stages_send_parts_of_sequences(work: Work) -> None:
+    staged, cut = (plan_layout(work, ParallelConfig(pp=2, microbatches=8, tp=tp), 2 * tp) for tp in (1, 2))
+    assert cut.wire["pp"] == staged.wire["pp"] / 2
+    assert 0 < cut.wire["tp"] < plan_layout(work, ParallelConfig(tp=2), 2).wire["tp"]
+    assert 2 * sum(one.parameters for one in cut.ranks) == NUMBERS + LAYERS * NORMS + WIDTH
+
+
+def test_rows_travel_to_experts_and_back() -> None:
+    config = replace(CONFIG, experts=ExpertsConfig(num_experts=4, num_experts_per_tok=2))
+    model = build_on_meta(Llama, config)
+    precision = PrecisionConfig(dtype="fp32")
+    work = Work(
+        model=model,
+        records=trace_forward(model, next_token_loss, make_batch, precision),
+        optimizer=trace_optimizer(model, torch.optim.AdamW),
+        precision=precision,
+        activation=ActivationConfig(),
+        rows=lambda replicas: 32 // replicas,
+    )
+    (alone,), plan = plan_layout(work, ParallelConfig(), 2).ranks, plan_layout(work, ParallelConfig(ep=2), 2)
+    experts = LAYERS * 4 * 3 * WIDTH * INNER
+    assert alone.parameters - plan.worst.parameters == experts / 2
+    rows = 16 * LENGTH * 2  # each token has two experts
+    assert plan.wire["ep"] == LAYERS * 0.5 * (4 * rows * WIDTH * 4 + 4 * 8)  # both ways, and their gradients; counts
+    assert plan.wire["dp"] == 4 * (alone.parameters - experts) + LAYERS * 4 * 4  # of the others, and the biases
 
 
 def test_recomputed_blocks_keep_their_inputs(work: Work) -> None:
@@ -126,7 +155,8 @@ def test_layouts_that_fit_come_with_reasons(work: Work) -> None:
     [
         ({"tp": 2}, 3, "not a multiple"),
         ({"tp": 8}, 8, "parallel.tp=8 does not divide"),
-        ({"pp": 2, "tp": 2}, 4, "does not count parallel.pp=2 with parallel.tp=2"),
+        ({"pp": 2, "cp": 2}, 4, "parallel.pp=2 with parallel.cp=2 is not there yet"),
+        ({"pp": 2, "ep": 2}, 4, "parallel.pp=2 with parallel.ep=2 is not there yet"),
         ({"pp": 16, "microbatches": 16}, 16, "parallel.pp"),
         ({"pp": 2, "microbatches": 5}, 2, "parallel.microbatches=5 does not divide the 32 rows"),
         ({"ep": 2}, 2, "the model has none"),

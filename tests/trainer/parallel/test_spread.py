@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from launch import run_ranks as run_program
 from launch_ranks import run_ranks
 from safetensors.torch import load_file
-from spread_cases import LAYOUTS, REFUSED, make_trainer, refuse_all, run_links, whole_weights
+from spread_cases import LAYOUTS, REFUSED, make_mixture, make_model, make_trainer, refuse_all, run_links, whole_weights
 
 from penstock.trainer import World, export_run
 
@@ -49,16 +51,40 @@ def test_what_does_not_fit_together_is_named_in_the_first_step(tmp_path: Path) -
             assert re.search(words, found[name], re.DOTALL), (name, found[name])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL has one rank on each")
-def test_two_gpus_train_what_one_process_trains(world: World, tmp_path: Path) -> None:
-    layouts = [{"tp": 2}, {"tp": 2, "zero": 3}, {"cp": 2}, {"cp": 2, "zero": 2}]
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL has one rank on each"),
+]
+PARTS = {"pp": 2, "microbatches": 6}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(
+            [{"tp": 2}, {"tp": 2, "zero": 3}, {"cp": 2}, {"cp": 2, "zero": 2}], marks=TWO_GPUS, id="tp and cp"
+        ),
+        pytest.param(
+            [PARTS, {**PARTS, "zero": 2}, {**PARTS, "schedule": "Interleaved1F1B"}, {**PARTS, "schedule": "DualPipeV"}],
+            marks=TWO_GPUS,
+            id="pp",
+        ),
+        pytest.param([{"ep": 2}, {"ep": 2, "zero": 3}], marks=TWO_GPUS, id="ep"),
+    ],
+)
+def test_two_gpus_train_what_one_process_trains(
+    world: World, tmp_path: Path, layouts: Sequence[Mapping[str, Any]]
+) -> None:
     done = run_program(Path(__file__).with_name("spread_run.py"), 2, str(tmp_path / "gpus"), json.dumps(layouts))
     assert done.returncode == 0, done.stderr[-4000:]
-    with make_trainer(str(tmp_path / "alone"), world, 4, {}) as alone:
+    model = make_mixture if "ep" in layouts[0] else make_model
+    with make_trainer(str(tmp_path / "alone"), world, 4, {}, model=model) as alone:
         alone.train()
     expected = whole_weights(alone.parallel.inner)
     told = next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
-    for weights in json.loads(told.removeprefix("FOUND")):
+    found = json.loads(told.removeprefix("FOUND"))
+    assert len(found) == len(layouts)
+    for weights in found:
+        assert weights.keys() >= expected.keys()
         for name, one in expected.items():
             torch.testing.assert_close(torch.tensor(weights[name]), one, rtol=1e-3, atol=1e-3)

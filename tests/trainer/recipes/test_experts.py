@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from penstock.trainer import TrainerConfigError
-from penstock.trainer.recipes.experts import ExpertsConfig, MixtureOfExperts
+from penstock.trainer.data.batches import VALID
+from penstock.trainer.recipes.experts import ExpertsConfig, MixtureOfExperts, list_mixtures
 from penstock.trainer.recipes.llama import Llama, next_token_loss
 from penstock.trainer.recipes.llama_config import LlamaConfig
 from penstock.trainer.report.flops import copy_without_data, count_flops
@@ -122,6 +123,50 @@ def test_a_step_tells_the_loads_of_the_busiest_and_the_idlest_expert() -> None:
     }
     layer.after_update(lambda load: load)  # as on another stage, where no token comes
     assert all(one.isnan() for one in layer.describe_step().values())
+
+
+@pytest.mark.parametrize("balance", ["bias", "loss"])
+def test_padding_counts_neither_for_loads_nor_for_the_auxiliary_loss(balance: str) -> None:
+    shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    torch.manual_seed(2)
+    model = Llama(LlamaConfig(**shape, experts=ExpertsConfig(num_experts=4, balance=balance, bias_rate=0.0)))
+    tokens = torch.randint(0, 50, (3, 9))
+    documents = torch.zeros(3, 9, dtype=torch.long)
+    documents[1, 6:] = -1
+    rows = {"tokens": tokens, "position_ids": torch.arange(9).expand(3, 9), "document_ids": documents}
+    rows["loss_mask"] = documents >= 0
+
+    def run(batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        total, _ = next_token_loss(model, batch)
+        for _, one in list_mixtures(model):
+            one.after_update(lambda load: load)
+        return total, [one.shares for _, one in list_mixtures(model) if one.shares is not None]
+
+    short = {name: one[1:2, :7] for name, one in rows.items()}  # of which the last token is predicted, not taken
+    first = {name: one[:1] for name, one in rows.items()}
+    filled = {**rows, VALID: torch.tensor([True, True, False])}
+    whole, shares = run(filled)
+    parts = [run(first), run(short)]
+    assert torch.allclose(whole, parts[0][0] + parts[1][0], rtol=1e-5)
+    for at, share in enumerate(shares):
+        expected = (parts[0][1][at] * 8 + parts[1][1][at] * 6) / 14
+        assert torch.allclose(share, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, whose kernel takes all experts at once")
+def test_experts_on_a_gpu_in_bf16_are_those_of_a_loop() -> None:
+    layer = make_layer(num_experts=4, capacity_factor=1.0)
+    x = torch.randn(3, 8, WIDTH).bfloat16().float().requires_grad_()  # rounded scores would choose other experts
+    expected = layer(x)
+    wanted = torch.autograd.grad(expected.square().sum(), [x, *layer.experts.parameters()])
+    layer.cuda()
+    there = x.detach().cuda().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        got = layer(there.bfloat16())
+    found = torch.autograd.grad(got.float().square().sum(), [there, *layer.experts.parameters()])
+    for one, other in zip([got, *found], [expected, *wanted], strict=True):
+        assert float((one.detach().cpu().float() - other).norm() / other.norm().clamp(min=1e-6)) < 0.05
 
 
 def test_the_flops_of_experts_are_those_of_the_experts_that_a_token_has() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import TrainerConfigError
@@ -65,8 +66,8 @@ def ghost_of(tensor: Tensor, origin: str, *, is_elsewhere: bool = True) -> Ghost
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has values that decide what is computed: neither a ghost's nor the meta device's."""
-    return not (tensor.is_meta or isinstance(tensor, Ghost))
+    """Return whether a tensor has values that decide what is computed: no ghost, fake, or one on the meta device."""
+    return not (tensor.is_meta or isinstance(tensor, Ghost | FakeTensor))
 
 
 def is_elsewhere(value: object) -> bool:
