@@ -355,7 +355,7 @@ def _block_of(name: str, blocks: Collection[str]) -> str:
 
 
 def _shards(one: _Part, config: ParallelConfig, sizes: MeshSizes) -> int:
-    return sizes.dp * sizes.cp // (config.ep if one.is_spread else 1)
+    return sizes.dp * sizes.cp // sizes.learners // (config.ep if one.is_spread else 1)
 
 
 def _count_states(
