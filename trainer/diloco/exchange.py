@@ -16,6 +16,8 @@ from ..compression.wire import WireCounter, ring_bytes
 from ..errors import TrainerError
 from ..parallel.diloco_config import Codec
 
+_CLOSING_S = 10.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
@@ -87,8 +89,17 @@ class Exchange:
             raise TrainerError(f"the exchange between learners failed: {self._error}") from self._error
         assert self._result is not None, "the work is done"
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_stream(self._stream)
+            for one in (self._result.mean, self._result.owed):
+                if one is not None:
+                    one.record_stream(current)  # its memory is the other stream's
         return self._result
+
+    def close(self) -> None:
+        """Let the thread end, if it does so soon: what is collective must not meet the end of the process group."""
+        if self._thread is not None:
+            self._thread.join(_CLOSING_S)
 
     def _run(self) -> None:
         try:

@@ -141,6 +141,11 @@ class Learners:
         for one in self._owed.values():
             part_of(one).zero_()
 
+    def close(self) -> None:
+        """Leave the exchange that is under way; closing twice is allowed."""
+        if self._exchange is not None:
+            self._exchange.close()
+
     def state_dict(self) -> dict[str, Any]:
         """JSON, the same on every rank: what the tensors do not tell."""
         return {

@@ -156,17 +156,18 @@ def plan_layout(work: Work, config: ParallelConfig, ranks: int) -> Plan:
             by_stage = {stage: held.count(partial(_is_of, stage_of, stage)) for stage in own}
             activations = _peak(order.actions[place], by_stage)
         weights, gradients, optimizer = states
+        outer_state, outer_bytes = _count_exchanges(mine, config, sizes)
         memories.append(
             RankMemory(
                 parameters=sum(one.numel for one in mine),
                 weights=weights,
                 gradients=gradients,
-                optimizer=optimizer,
+                optimizer=optimizer + outer_state,
                 activations=activations,
                 buffers=float(buffers),
             )
         )
-        wire = {"dp": _count_dp(mine, config, sizes, passes=passes)}
+        wire = {"dp": _count_dp(mine, config, sizes, passes=passes) + outer_bytes}
         wire["cp"] = passes * _count_cp(work.records, config, rows_of_pass, recomputed)
         wire["tp"] = passes * _count_tp(work, config, styles, rows_of_pass, recomputed)
         wire["tp"] += _count_norms(work, config, styles, passes)
@@ -398,6 +399,18 @@ def _count_dp(parts: Sequence[_Part], config: ParallelConfig, sizes: MeshSizes, 
         total += ring * one.gathered * times * (2 if config.zero == 3 and config.pp == 1 else 1)
         total += ring * one.nbytes * times * one.trained
     return total
+
+
+def _count_exchanges(parts: Sequence[_Part], config: ParallelConfig, sizes: MeshSizes) -> tuple[float, float]:
+    """Bytes that DiLoCo keeps on a rank, and that a rank sends to other learners, as the mean over steps."""
+    if config.mode != "diloco":
+        return 0.0, 0.0
+    trained = sum(one.numel for one in parts if one.trained)
+    diloco, ranks = config.diloco, sizes.dp // sizes.learners
+    kept = 4.0 * (1 + bool(diloco.momentum) + (diloco.codec == "int8" and sizes.learners > 1))
+    width = {"fp32": 4, "bf16": 2, "int8": 1}[diloco.codec]
+    sent = 2 * (1 - 1 / sizes.learners) * width * trained / ranks / diloco.every
+    return kept * trained / (ranks if config.zero else 1), sent
 
 
 class _Held:

@@ -405,6 +405,8 @@ class Saver:
         with ExitStack() as stack:
             if self.averager is not None:
                 stack.callback(self.averager.close)
+            if self.learners is not None:
+                stack.callback(self.learners.close)
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
 

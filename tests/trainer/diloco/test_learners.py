@@ -23,6 +23,7 @@ TOLERANCE = 2e-6
 PLAIN: dict[str, Any] = {"every": 4, "rate": 0.7, "momentum": 0.9}
 STREAMED: dict[str, Any] = {**PLAIN, "fragments": 2, "overlap": 1, "alpha": 0.25}
 MEAN: dict[str, Any] = {"every": 4, "rate": 1.0, "momentum": 0.0}
+STAGES = {"plain": (0, 1, 2, 3), "streamed": (0, 3), "int8": (0, 3)}
 
 
 def naive(
@@ -105,7 +106,6 @@ def train_two(world: World, folder: str) -> dict[str, Any]:
     case("plain", PLAIN)
     case("streamed", STREAMED)
     case("clipped", PLAIN, step={"clip_norm": 0.2})
-    case("streamed mean", {**MEAN, "fragments": 2})
     found["bf16 codec"], found["bf16 records"] = train_and_listen(world, folder, {**PLAIN, "codec": "bf16"})
     found["int8 codec"], found["int8 records"] = train_and_listen(world, folder, {**PLAIN, "codec": "int8"})
     case("bf16", PLAIN, precision={"dtype": "bf16"})
@@ -157,7 +157,7 @@ def train_four(world: World, folder: str) -> dict[str, Any]:
     pairs: dict[str, Any] = {"learners": 2}
     found: dict[str, Any] = {}
     for name, diloco in (("plain", PLAIN), ("streamed", STREAMED), ("int8", {**STREAMED, "codec": "int8"})):
-        for zero in (0, 1, 2, 3):
+        for zero in STAGES[name]:
             found[f"{name}, zero {zero}"] = train(world, folder, {**pairs, **diloco}, zero=zero)
     apart = replace(world, local_rank=0, local_world_size=1, node_rank=world.rank, num_nodes=4)
     parallel = {"mode": "diloco", "zero": 3, "hybrid": True, "diloco": {**pairs, **PLAIN}}
@@ -206,7 +206,7 @@ def test_learners_count_by_what_their_losses_count(two: list[dict[str, Any]]) ->
 def test_learners_of_two_ranks_are_those_of_a_naive_loop_at_every_zero_stage(four: list[dict[str, Any]]) -> None:
     for name, options in (("plain", PLAIN), ("streamed", STREAMED)):
         expected = naive(2, 2, **options)
-        for zero in (0, 1, 2, 3):
+        for zero in STAGES[name]:
             assert far(four[0][f"{name}, zero {zero}"], expected) < TOLERANCE, (name, zero)
             for other in four[1:]:
                 assert is_equal(other[f"{name}, zero {zero}"], four[0][f"{name}, zero {zero}"])
@@ -243,7 +243,7 @@ def test_codecs_send_fewer_bytes_and_come_close(two: list[dict[str, Any]], four:
     sent = [records[-1]["outer_bytes"] for records in (found["bf16 records"], found["int8 records"])]
     assert sent[0] == 3 * 2 * numel  # three exchanges; a ring of two ranks sends what it sums once
     assert sent[1] == 3 * 2 * (numel // 2 + 4)  # two halves of the elements, each with one scale
-    for zero in (1, 2, 3):
+    for zero in STAGES["int8"]:
         assert far(four[0][f"int8, zero {zero}"], four[0]["streamed, zero 0"]) < 1e-2
 
 
