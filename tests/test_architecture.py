@@ -74,7 +74,7 @@ FLOORS = {
         {"imports"},
         {"compression", "parallel", "watch"},
         {"checkpoint", "data", "server"},
-        {"evaluation", "steps"},
+        {"diloco", "evaluation", "steps"},
         {"report", "weights"},
         {"config"},
         {"recipes", "run"},

@@ -28,6 +28,7 @@ from .parallel.config import ParallelConfig as ParallelConfig
 from .parallel.config import open_mesh as open_mesh
 from .parallel.context import sequence_places as sequence_places
 from .parallel.context import whole_sequence as whole_sequence
+from .parallel.diloco_config import DilocoConfig as DilocoConfig
 from .parallel.ema import EmaConfig as EmaConfig
 from .parallel.materialise import Initialiser as Initialiser
 from .parallel.meta import build_on_meta as build_on_meta

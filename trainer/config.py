@@ -113,6 +113,7 @@ class TrainerConfig:
         self._check_adaptive_batch()
         self._check_graphs()
         self._check_averaging()
+        self._check_diloco()
         self._check_compression()
         self._check_spikes()
         if self.export is not None and not self.keeps_checkpoints:
@@ -239,6 +240,27 @@ class TrainerConfig:
                 f"{self.step.clip_norm} would skip updates on some ranks only; use step.on_nan='stop'"
             )
         _ = self.averaging
+
+    def _check_diloco(self) -> None:
+        if self.parallel.mode != "diloco":
+            return
+        for key, value, why, cure in (
+            ("average_every", self.average_every, "is local SGD, another way to train apart", "leave one of them out"),
+            (
+                "compression.scheme",
+                self.compression.scheme if self.compression.scheme != "none" else None,
+                "compresses the gradients of each step, which stay inside a learner",
+                "use parallel.diloco.codec for what learners exchange",
+            ),
+            (
+                "shares",
+                self.shares if self.shares == "auto" else None,
+                "moves rows from slow ranks to fast ones, and learners wait for one another at exchanges alone",
+                "use shares='equal'",
+            ),
+        ):
+            if value is not None:
+                raise TrainerConfigError(f"{key}={value!r} with parallel.mode='diloco': it {why}; {cure}")
 
     def _check_spikes(self) -> None:
         if self.spike.on_spike == "rewind":

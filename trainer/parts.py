@@ -103,7 +103,7 @@ def make_parts(
         config.schedule,
         adopted,
         total_updates=total_steps or 0,
-        effective_batch_size=effective_batch_size(loader, config, mesh.replicas),
+        effective_batch_size=effective_batch_size(loader, config, mesh.replicas, mesh.learners),
     )
     if clock is not None:
         clock.listen(parallel.module)

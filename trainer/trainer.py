@@ -80,7 +80,7 @@ class DistributedTrainer:
     ) -> None:
         self.config = config
         self.world = mesh.world if mesh is not None else open_world(device=config.device) if world is None else world
-        sizes = config.parallel.fill(self.world.world_size)
+        sizes = config.parallel.fill(self.world.world_size, self.world.num_nodes)
         if mesh is not None and mesh.sizes != sizes:
             raise TrainerConfigError(
                 f"mesh has {mesh.sizes} and config.parallel makes {sizes}; give open_mesh(config.parallel, world), or "
@@ -199,7 +199,8 @@ class DistributedTrainer:
         started = time.perf_counter()
         begin_training(self.parallel.inner)
         parallel, dtype = self.config.parallel, self.config.precision.dtype
-        self._recorder.start(self.mesh, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype})
+        learners = {"learners": self.mesh.learners} if parallel.mode == "diloco" else {}
+        self._recorder.start(self.mesh, self.parallel.inner, {"zero": parallel.zero, "dtype": dtype, **learners})
         with self._guard, deterministic_kernels(self.config.deterministic), closing(self._tracer):
             stopped = self._end_known_epoch(stopped=self._evaluator.make_up())
             while not stopped and not is_done(self.config, self.progress):
@@ -228,7 +229,12 @@ class DistributedTrainer:
                 self._recorder.add(result)
                 if result.trace_requested:
                     self._tracer.request(self.progress.step)
-                self._saver.end_step(self.progress.step, updated=result.outcome == "updated")
+                self._saver.end_step(
+                    self.progress.step,
+                    updated=result.outcome == "updated",
+                    own_count=result.learner_count,
+                    count=result.count,
+                )
                 if self._shares is not None:
                     self._share_anew(self._shares, microbatches)
                 if self.progress.step % self.config.report.every == 0:
@@ -363,6 +369,7 @@ class DistributedTrainer:
                 shares.rebalance()
 
     def _gather_state(self) -> dict[str, Any]:
+        self._saver.finish_exchange()
         return self.state_dict() | {"feed": self._feed.gather_state()}
 
     def _record_steps(self) -> None:
@@ -373,6 +380,7 @@ class DistributedTrainer:
                 "loss_scale": self.steps.loss_scale,
                 "wire_bytes": self.compression.stats.wire_bytes,
                 **self._passes.describe(),
+                **self._saver.describe(),
             },
             self.parallel.describe_steps(),
         )

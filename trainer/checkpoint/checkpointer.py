@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ from .state import (
     find_needs,
     gather_state,
     restore_averages,
+    restore_part,
     restore_rank_state,
     restore_state,
 )
@@ -133,15 +134,16 @@ class Checkpointer:
         averages: Mapping[str, Tensor] | None = None,
         given: Settings | None = None,
         again: bool = False,
+        more: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> bool:
         """Save training as it is after ``step``; return when the state is copied, or with ``blocking`` when written.
 
         ``extra`` is JSON, the same on every rank and for any world (loader, schedule, scaler); rank 0's is kept.
         ``rank_state`` holds tensors of this rank alone, which are restored only in a world of the same size;
-        ``averages`` are averaged weights by name, ``given`` the settings that the optimizer was given at first. A save
-        that is under way is waited for first. Saving the step that was saved or loaded last does nothing, unless there
-        is a metric to add or it is asked for ``again``; returns whether there was something to save, and nothing has
-        failed so far.
+        ``averages`` are averaged weights by name, ``given`` the settings that the optimizer was given at first, and
+        ``more`` further parts, each of tensors by name. A save that is under way is waited for first. Saving the step
+        that was saved or loaded last does nothing, unless there is a metric to add or it is asked for ``again``;
+        returns whether there was something to save, and nothing has failed so far.
 
         On a full disk the oldest checkpoints go, and the save is tried again. If that does not help, or if an object
         store does not take it, a save that is not ``blocking`` leaves a note, so that training can continue.
@@ -168,6 +170,7 @@ class Checkpointer:
             averages=averages,
             given=given,
             stages=self._stages,
+            more=more,
         )
         staged = self._stager.stage(state)
         assert isinstance(staged, dict), "the stager was told to copy at once"
@@ -187,6 +190,7 @@ class Checkpointer:
         at_most: int | None = None,
         averages: Mapping[str, Tensor] | None = None,
         given: Settings | None = None,
+        parts: Collection[str] = (),
     ) -> tuple[int, dict[str, Any]] | None:
         """Restore the newest checkpoint that verifies and return its step and extra; None if there are no checkpoints.
 
@@ -195,7 +199,7 @@ class Checkpointer:
         Settings that the optimizer is ``given`` otherwise than then stay; ``changed_settings`` says which they are, and
         what else is otherwise than then; ``groups_then`` has the groups of the checkpoint that each group has its
         parameters from.
-        ``averages`` are those that ``load_averages`` will ask for.
+        ``averages`` are those that ``load_averages`` will ask for, ``parts`` those that ``load_part`` will.
 
         Raises:
             CheckpointMismatchError: that checkpoint is of another model or optimizer.
@@ -205,7 +209,7 @@ class Checkpointer:
         steps = [step for step in self._place.list_steps() if at_most is None or step <= at_most]
         for step in steps:
             folder, damage = self._place.verify(
-                step, lambda folder: self._find_needs(folder, model, optimizer, averages), self._alone
+                step, lambda folder: self._find_needs(folder, model, optimizer, averages, parts), self._alone
             )
             if damage:
                 self.passed_over[step] = damage
@@ -247,6 +251,20 @@ class Checkpointer:
             return restore_averages(folder, found, self._stages)
 
         return self._control.gather(f"{folder} cannot be loaded", restore)[0]
+
+    def load_part(self, part: str, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Fill tensors by name from a further part of the checkpoint loaded last; a collective.
+
+        Returns the names that it lacks, whose tensors are left alone. The part may be another one on each rank.
+        """
+        folder = self._loaded_folder
+        assert folder is not None, "a checkpoint was loaded"
+
+        @self._alone()
+        def restore() -> list[str]:
+            return restore_part(folder, part, tensors)[0]
+
+        return self._control.gather(f"{folder} cannot be loaded", restore)[self._world.rank]
 
     def load_rank_state(self) -> dict[str, Tensor]:
         """Return this rank's ``rank_state`` of the checkpoint loaded last; empty if another world size saved it.
@@ -322,11 +340,16 @@ class Checkpointer:
         return read_manifest(folder).world_size == self._world.world_size
 
     def _find_needs(
-        self, folder: Path, model: nn.Module, optimizer: Optimizer, averages: Mapping[str, Tensor] | None
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        averages: Mapping[str, Tensor] | None,
+        parts: Collection[str],
     ) -> dict[str, list[ByteRange]]:
         rank = self._world.rank if self._is_of_this_world(folder) else None
         averages = self._by_whole_names(averages)
-        return find_needs(folder, model, optimizer, rank=rank, averages=averages, stages=self._stages)
+        return find_needs(folder, model, optimizer, rank=rank, averages=averages, stages=self._stages, parts=parts)
 
     def _by_whole_names(self, averages: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
         """Averages by the names that one process would give the weights."""

@@ -56,10 +56,12 @@ def gather_state(
     averages: Mapping[str, Tensor] | None = None,
     given: Settings | None = None,
     stages: StageNames | None = None,
+    more: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Return the state of model and optimizer as torch.distributed.checkpoint saves it; tensors are not copied.
 
-    ``given`` are the settings that the optimizer was given at first, ``stages`` the names of a pipeline's rank.
+    ``given`` are the settings that the optimizer was given at first, ``stages`` the names of a pipeline's rank, and
+    ``more`` further parts, each of tensors by name.
     An optimizer that has not stepped yet is described by zeros, marked as such, and left unchanged.
 
     Raises:
@@ -75,6 +77,7 @@ def gather_state(
         **({UNSTEPPED: True} if described["state"] and not optimizer.state else {}),
         **({EMA: dict(averages)} if averages else {}),
         **({SETTINGS: pack_settings(given)} if given is not None else {}),
+        **{part: dict(tensors) for part, tensors in (more or {}).items() if tensors},
     }
 
 
@@ -140,10 +143,11 @@ def find_needs(
     rank: int | None = None,
     averages: Mapping[str, Tensor] | None = None,
     stages: StageNames | None = None,
+    parts: Collection[str] = (),
 ) -> dict[str, list[ByteRange]]:
     """Return which bytes of which files are read: by ``restore_state``, of averages and, with ``rank``, of its tensors.
 
-    Only the metadata of the checkpoint is read.
+    Further ``parts`` are read whole. Only the metadata of the checkpoint is read.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model or optimizer.
@@ -153,7 +157,8 @@ def find_needs(
     found = {name: one for name, one in (averages or {}).items() if f"{EMA}.{name}" in metadata.state_dict_metadata}
     plan = _plan_reading(open_reader(folder), wanted | ({EMA: found} if found else {}), metadata)[0]
     needs = _ranges_of(metadata, [item.storage_index for item in plan.items])
-    own = {} if rank is None else find_needs_of(folder, f"{RANKS}.{rank}.")
+    prefixes = [f"{part}." for part in (*parts, *(() if rank is None else (f"{RANKS}.{rank}",)))]
+    own = find_needs_of(folder, *prefixes) if prefixes else {}
     return {name: [*needs.get(name, ()), *own.get(name, ())] for name in {**needs, **own}}
 
 
@@ -238,15 +243,22 @@ def restore_averages(
 
     Returns the names that the checkpoint lacks, whose tensors are left alone, and those that it alone has.
     """
+    lacking, alone = restore_part(folder, EMA, averages)
+    return lacking, sorted(set(alone) - (frozenset() if stages is None else stages.elsewhere))
+
+
+def restore_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Fill tensors by name from a part of a checkpoint, whatever their sharding.
+
+    Returns the names that the checkpoint lacks, whose tensors are left alone, and those that it alone has.
+    """
     metadata = open_reader(folder).read_metadata()
-    prefix = f"{EMA}."
+    prefix = f"{part}."
     saved = {key.removeprefix(prefix) for key in metadata.state_dict_metadata if key.startswith(prefix)}
-    found = {name: tensor for name, tensor in averages.items() if name in saved}
+    found = {name: tensor for name, tensor in tensors.items() if name in saved}
     if found:
-        read_state(folder, {EMA: found}, metadata)
-    return [name for name in averages if name not in saved], sorted(
-        saved - set(averages) - (frozenset() if stages is None else stages.elsewhere)
-    )
+        read_state(folder, {part: found}, metadata)
+    return [name for name in tensors if name not in saved], sorted(saved - set(tensors))
 
 
 def list_averages(folder: Path | str, metadata: Metadata, names: Collection[str]) -> list[str]:

@@ -55,20 +55,29 @@ class Int8Hook:
         buffer, gradients = bucket.buffer(), bucket.gradients()
         owed = self._memory.like("int8.owed", bucket.parameters(), gradients)
         torch._foreach_add_(gradients, owed)
-        ranks, rank = self._group.size(), self._group.rank()
-        parts = pad_to_parts(buffer, ranks)  # (ranks, part)
-        sent = exchange_int8(parts, self._group, self._wire)
-        own = sent.received.sum(0).div_(ranks)
-        packed, own_error = quantise(own)
-        everyone = torch.empty((ranks, packed.numel()), dtype=torch.uint8, device=buffer.device)
-        all_gather_flat(everyone, packed, self._group, async_op=False)
-        self._wire.wire_bytes += (ranks - 1) * packed.nbytes
-        self._wire.plain_bytes += ring_bytes(buffer.nbytes, ranks)
-        # The rounding of the average is owed once, not once a rank: its owner adds it to its own gradient in full.
-        sent.error[rank].add_(own_error, alpha=ranks)
-        copy_parts(owed, gradients, sent.error.reshape(-1))
-        buffer.copy_(dequantise(everyone, own.numel()).reshape(-1)[: buffer.numel()])
+        mean, error = average_int8(buffer, self._group, self._wire)
+        copy_parts(owed, gradients, error)
+        buffer.copy_(mean)
         return finished(buffer)
+
+
+def average_int8(flat: Tensor, group: dist.ProcessGroup, wire: WireCounter) -> tuple[Tensor, Tensor]:
+    """Average (n,) over the ranks, sent as int8; returns the mean, fp32, and what rounding lost of this rank's.
+
+    Both are (n,), and the mean is the same on all ranks.
+    """
+    ranks, rank = group.size(), group.rank()
+    parts = pad_to_parts(flat, ranks)  # (ranks, part)
+    sent = exchange_int8(parts, group, wire)
+    own = sent.received.sum(0).div_(ranks)
+    packed, own_error = quantise(own)
+    everyone = torch.empty((ranks, packed.numel()), dtype=torch.uint8, device=flat.device)
+    all_gather_flat(everyone, packed, group, async_op=False)
+    wire.wire_bytes += (ranks - 1) * packed.nbytes
+    wire.plain_bytes += ring_bytes(flat.nbytes, ranks)
+    # The rounding of the average is owed once, not once a rank: its owner adds it to its own gradient in full.
+    sent.error[rank].add_(own_error, alpha=ranks)
+    return dequantise(everyone, own.numel()).reshape(-1)[: flat.numel()], sent.error.reshape(-1)[: flat.numel()]
 
 
 class _Sent:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import TrainerConfigError
 from ..options import check_choice, check_range
 from ..ranks.mesh import Mesh, MeshSizes
 from ..ranks.world import World
+from .diloco_config import DilocoConfig
 from .pipeline.orders import check_schedule
 
 PlanSource = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
@@ -22,6 +23,9 @@ The import path is ``{"use": "package.module:name"}``, with "args" for a functio
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """What each rank keeps, and how ranks exchange gradients and weights."""
+
+    mode: Literal["allreduce", "parameter_server", "diloco"] = "allreduce"
+    """allreduce: gradients at every step; diloco: what weights changed by, seldom."""
 
     zero: Literal[0, 1, 2, 3] = 0
     """0: replicate everything; 1: shard the optimizer state; 2: and gradients; 3: and weights."""
@@ -72,7 +76,11 @@ class ParallelConfig:
     ep: int = 1
     """Expert parallelism: replicas over which the experts of mixtures of experts are spread."""
 
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
+
     def __post_init__(self) -> None:
+        check_choice("parallel.mode", self.mode, ("allreduce", "diloco"))
+        self._check_diloco()
         check_choice("parallel.zero", self.zero, (0, 1, 2, 3))
         check_range("parallel.bucket_mb", self.bucket_mb, low=0.0, above=True)
         for key in ("tp", "pp", "cp", "ep", "microbatches"):
@@ -107,14 +115,30 @@ class ParallelConfig:
                 "sharded parameters may stay unused"
             )
 
+    def _check_diloco(self) -> None:
+        if self.mode != "diloco":
+            if self.diloco != DilocoConfig():
+                raise TrainerConfigError(
+                    f"parallel.diloco says how learners train apart, and parallel.mode={self.mode!r} has none; set "
+                    "parallel.mode='diloco', or leave parallel.diloco out"
+                )
+            return
+        for key in ("tp", "pp", "cp", "ep"):
+            if getattr(self, key) > 1:
+                raise TrainerConfigError(
+                    f"parallel.mode='diloco' with parallel.{key}={getattr(self, key)}: the ranks of a learner hold "
+                    f"whole replicas (zero=0) or shards of one (zero=1 to 3); leave parallel.{key} out"
+                )
+
     @property
     def is_spread(self) -> bool:
         """Return whether a replica of the model, or its experts, lie on several ranks."""
         return (self.pp, self.cp, self.tp, self.ep) != (1, 1, 1, 1)
 
-    def fill(self, world_size: int) -> MeshSizes:
+    def fill(self, world_size: int, num_nodes: int = 1) -> MeshSizes:
         """The mesh of ``world_size`` ranks. Raises TrainerConfigError where the sizes do not divide them."""
-        return MeshSizes.fill(world_size, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep)
+        learners = self.diloco.count_learners(world_size, num_nodes) if self.mode == "diloco" else 1
+        return MeshSizes.fill(world_size, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, learners=learners)
 
 
 def open_mesh(config: ParallelConfig, world: World) -> Mesh:
@@ -126,4 +150,4 @@ def open_mesh(config: ParallelConfig, world: World) -> Mesh:
     Raises:
         TrainerConfigError: the sizes do not divide the ranks that there are.
     """
-    return Mesh(world, config.fill(world.world_size))
+    return Mesh(world, config.fill(world.world_size, world.num_nodes))

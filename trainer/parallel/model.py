@@ -152,6 +152,8 @@ class ParallelModel:
             self._local_exchange = LocalExchange(model, config, mesh)
         elif self.exchanges:
             self.materialiser.materialise(model)
+            if mesh.learners > 1:  # DDP does it in its own group alone
+                copy_from_first_rank(model, world)
             self.module = _replicate(model, config, mesh)
         else:
             if spread is None:

@@ -27,6 +27,7 @@ from .planned_parts import Part, block_of, count_shards
 from .tensor import LossParallel
 from .trace import Record
 
+_FP32 = 4
 _UPDATE = 2  # tensors of a parameter's size that Adam makes, of one parameter at a time
 
 
@@ -224,6 +225,7 @@ def _sum_up(
     trained = [one for one in parts if one.trained]
     weights = sum(at_rest.values())
     optimizer = sum(one.state * at_rest[one.weight] / one.nbytes for one in trained)
+    optimizer += _count_outer_state(trained, config, sizes)
     gradients = sum(at_rest[one.weight] for one in trained)
     updating = gradients + _UPDATE * max((at_rest[one.weight] for one in trained), default=0.0)
     return RankMemory(
@@ -237,6 +239,15 @@ def _sum_up(
     )
 
 
+def _count_outer_state(trained: Sequence[Part], config: ParallelConfig, sizes: MeshSizes) -> float:
+    """Bytes that DiLoCo keeps on a rank: weights of the last exchange, momentum, and what rounding owes."""
+    if config.mode != "diloco":
+        return 0.0
+    copies = 1 + bool(config.diloco.momentum) + (config.diloco.codec == "int8" and sizes.learners > 1)
+    ranks = sizes.dp // sizes.learners if config.zero else 1
+    return _FP32 * copies * sum(one.numel for one in trained) / ranks
+
+
 def _walk_whole(
     points: Sequence[Point],
     again: Mapping[str, float],
@@ -248,7 +259,7 @@ def _walk_whole(
     """Moments of a backward with whole weights: gradients come one by one, or lie in DDP's buckets all the time."""
     trained = [one for one in parts if one.trained]
     sums = _Sums(points, [(one, one.nbytes) for one in trained])
-    is_ddp = sizes.dp * sizes.cp > 1 and config.tp == config.ep == 1
+    is_ddp = sizes.dp * sizes.cp // sizes.learners > 1 and config.tp == config.ep == 1
     exchanged = [] if is_ddp else [one for one in trained if count_shards(one, config, sizes) > 1]
     copies = _Sums(points, [(one, one.nbytes) for one in exchanged])  # in buckets, which stay until all have come
     stays = passes > 1 or is_ddp

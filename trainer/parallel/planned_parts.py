@@ -77,7 +77,7 @@ class Part:
 
 def count_shards(one: Part, config: ParallelConfig, sizes: MeshSizes) -> int:
     """Ranks over which ZeRO shards a parameter, or over which its gradient is averaged."""
-    return sizes.dp * sizes.cp // (config.ep if one.is_spread else 1)
+    return sizes.dp * sizes.cp // sizes.learners // (config.ep if one.is_spread else 1)
 
 
 def cut_dims(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> dict[str, int]:

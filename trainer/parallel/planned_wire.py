@@ -47,9 +47,19 @@ def count_dp(parts: Sequence[Part], config: ParallelConfig, sizes: MeshSizes, *,
     return total
 
 
+def count_exchanges(parts: Sequence[Part], config: ParallelConfig, sizes: MeshSizes) -> float:
+    """Bytes that a rank sends to other learners of DiLoCo, as the mean over steps."""
+    if config.mode != "diloco":
+        return 0.0
+    trained = sum(one.numel for one in parts if one.trained)
+    width = {"fp32": 4, "bf16": 2, "int8": 1}[config.diloco.codec]
+    ranks = sizes.dp // sizes.learners
+    return 2 * (1 - 1 / sizes.learners) * width * trained / ranks / config.diloco.every
+
+
 def count_buffers(nbytes: float, config: ParallelConfig, sizes: MeshSizes) -> float:
     """Bytes of buffers that the first rank of a stage gives to the others, once a step."""
-    others = sizes.dp * sizes.cp * (sizes.tp if config.zero else 1)
+    others = sizes.dp * sizes.cp // sizes.learners * (sizes.tp if config.zero else 1)
     return nbytes if others > 1 else 0.0
 
 

@@ -26,6 +26,7 @@ from .planned_wire import (
     count_cp,
     count_dp,
     count_ep,
+    count_exchanges,
     count_norms,
     count_ties,
     count_tp,
@@ -89,6 +90,7 @@ def plan_layout(work: Work, config: ParallelConfig, ranks: int) -> Plan:
         mine = list({one.weight: one for one in reversed(parts) if has(one.name)}.values())[::-1]
         buffers = float(sum(one.nbytes for name, one in work.model.named_buffers() if has(name)))
         wire = {"dp": count_dp(mine, config, sizes, passes=passes) + count_buffers(buffers, config, sizes)}
+        wire["dp"] += count_exchanges(mine, config, sizes)
         wire["cp"] = passes * count_cp(work, config, rows_of_pass, recomputed)
         wire["tp"] = passes * count_tp(work, config, styles, rows_of_pass, recomputed, has)
         wire["tp"] += count_norms(work, config, styles, passes, has)

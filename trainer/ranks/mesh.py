@@ -3,13 +3,13 @@
 A replica is trained on samples of its own; the ranks of one replica see the same samples. The dimensions, outermost
 first, have the field's usual order and names, which ``DistributedDataLoader(mesh=)`` knows: ``pp`` (pipeline stages),
 ``dp`` (replicas), ``cp`` (cuts of the sequence), ``tp`` (cuts of the weights). Experts lie along ``ep``, which is a
-part of ``dp``.
+part of ``dp``. Replicas may be divided into ``learners``, which exchange gradients among themselves alone.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -30,20 +30,24 @@ MODEL_DIMS = ("pp", "cp", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Ranks along each dimension; their product, without ``ep``, is the number of ranks."""
+    """Ranks along each dimension; their product, without ``ep`` and ``learners``, is the number of ranks."""
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    learners: int = field(default=1, repr=False)
+    """Groups of consecutive replicas that train apart; more than one only where each replica is one rank."""
 
     @classmethod
-    def fill(cls, world_size: int, *, pp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> MeshSizes:
+    def fill(
+        cls, world_size: int, *, pp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, learners: int = 1
+    ) -> MeshSizes:
         """The mesh of all ranks, whose ``dp`` is what the other dimensions leave.
 
         Raises:
-            TrainerConfigError: they do not divide the ranks, or ``ep`` does not divide ``dp``.
+            TrainerConfigError: they do not divide the ranks, or ``ep`` or ``learners`` do not divide ``dp``.
         """
         replica = pp * cp * tp
         if world_size % replica:
@@ -59,7 +63,12 @@ class MeshSizes:
                 f"parallel.ep={ep} spreads the experts over replicas, and there are {dp} of them ({world_size} ranks, "
                 f"{replica} for each replica); use a divisor of {dp}, or start another number of ranks"
             )
-        return cls(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+        if dp % learners:
+            raise TrainerConfigError(
+                f"parallel.diloco.learners={learners} divides the ranks into equal groups, and there are {dp}; use a "
+                f"divisor of {dp}, or start another number of ranks"
+            )
+        return cls(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, learners=learners)
 
     @property
     def world_size(self) -> int:
@@ -110,15 +119,20 @@ class Mesh:
         self.place = self.sizes.place(world.rank)
         self.device_mesh: DeviceMesh | None = None
         self.gradient_group: ProcessGroup | None = None
-        """Ranks with the same part of the model and other tokens: (dp, cp). Gradients are averaged over them."""
+        """Ranks with the same part of the model and other tokens: (dp, cp), of this learner. Gradients are averaged
+        over them."""
         self.stage_group: ProcessGroup | None = None
-        """Ranks of one pipeline stage: (dp, cp, tp). They run the same modules."""
+        """Ranks of one pipeline stage, of this learner: (dp, cp, tp). They run the same modules."""
         self.pipeline_group: ProcessGroup | None = None
         """Stages of one replica: (pp)."""
         self.expert_mesh: DeviceMesh | None = None
         """Ranks over which experts are spread: (ep), a part of dp; None where they are not."""
         self.expert_replicas: DeviceMesh | None = None
         """Ranks with the same experts and other tokens: what of (dp, cp) is not ep."""
+        self.learner_group: ProcessGroup | None = None
+        """Ranks with this rank's place in each of several learners."""
+        if self.sizes.learners > 1:
+            self._divide_learners()
         if not self.is_spread:
             return
         shape = tuple(getattr(self.sizes, name) for name in DIMS)
@@ -155,17 +169,32 @@ class Mesh:
     @property
     def gradient_ranks(self) -> int:
         """Number of ranks whose gradients are averaged."""
-        return self.sizes.dp * self.sizes.cp
+        return self.sizes.dp * self.sizes.cp // self.sizes.learners
+
+    @property
+    def learners(self) -> int:
+        """Number of groups of replicas that train apart."""
+        return self.sizes.learners
+
+    @property
+    def learner(self) -> int:
+        """The group of this rank, from 0."""
+        return self.place["dp"] * self.sizes.learners // self.sizes.dp
+
+    @property
+    def learner_rank(self) -> int:
+        """This rank's place in its learner."""
+        return self.place["dp"] % (self.sizes.dp // self.sizes.learners)
 
     @property
     def gradient_rank(self) -> int:
-        """This rank's place among those: ranks that compute the same have the same."""
+        """This rank's place among those of all learners: ranks that compute the same have the same."""
         return self.place["dp"] * self.sizes.cp + self.place["cp"]
 
     @property
     def drawing_rank(self) -> int:
         """Number by which ranks draw random numbers: those that compute the same draw the same."""
-        return self.gradient_rank + self.gradient_ranks * self.stage
+        return self.gradient_rank + self.sizes.dp * self.sizes.cp * self.stage
 
     @property
     def stage(self) -> int:
@@ -174,13 +203,23 @@ class Mesh:
 
     @property
     def stage_ranks(self) -> int:
-        """Number of ranks of each pipeline stage."""
-        return self.world.world_size // self.sizes.pp
+        """Number of ranks of each pipeline stage of a learner."""
+        return self.world.world_size // (self.sizes.pp * self.sizes.learners)
+
+    @property
+    def parts(self) -> int:
+        """Number of groups of ranks that run the same modules together: stages, or learners."""
+        return self.sizes.pp * self.sizes.learners
+
+    @property
+    def part(self) -> int:
+        """The group of this rank, from 0."""
+        return self.stage + self.learner
 
     @property
     def leads_stage(self) -> bool:
         """Return whether this is the first rank of its stage, whose buffers all of the stage take."""
-        return (self.place["dp"], self.place["cp"], self.place["tp"]) == (0, 0, 0)
+        return (self.learner_rank, self.place["cp"], self.place["tp"]) == (0, 0, 0)
 
     @property
     def is_first_stage(self) -> bool:
@@ -205,8 +244,8 @@ class Mesh:
         return self.counts and self.place["cp"] == 0
 
     def rank_in_stage(self, place: int, stage: int | None = None) -> int:
-        """The rank at a place of the stage group of this rank's stage, or of another."""
-        return place + (self.stage if stage is None else stage) * self.stage_ranks
+        """The rank at a place of the stage group of this rank's part, or of another."""
+        return place + (self.part if stage is None else stage) * self.stage_ranks
 
     def describe(self, rank: int | None = None) -> str:
         """A rank in words, with its place; None is this one."""
@@ -221,6 +260,8 @@ class Mesh:
             TrainerConfigError: the replicas cannot be split by nodes.
         """
         kind, world = self.world.device.type, self.world
+        if self.learners > 1:
+            return self._shard_learner(hybrid=hybrid)
         if hybrid and world.world_size % world.local_world_size:
             raise TrainerConfigError(
                 f"parallel.hybrid=True needs equal nodes: {world.world_size} ranks are not a multiple of the "
@@ -244,6 +285,31 @@ class Mesh:
         whole = self.device_mesh._unflatten("dp", (self.sizes.dp // inside, inside), ("replicate", "shard"))
         shard = whole["shard", "cp"]._flatten("shard_cp") if self.sizes.cp > 1 else whole["shard"]
         return DeviceMesh._concatenate([whole["replicate"], shard])
+
+    def _shard_learner(self, *, hybrid: bool) -> DeviceMesh:
+        kind, ranks = self.world.device.type, self.stage_ranks
+        inside = min(self.world.local_world_size, ranks) if hybrid else ranks
+        if ranks % inside:
+            raise TrainerConfigError(
+                f"parallel.hybrid=True shards within a node and replicates across nodes, and the {ranks} ranks of a "
+                f"learner do not split evenly into nodes of {inside}; start as many on each, choose "
+                "parallel.diloco.learners otherwise, or leave parallel.hybrid out"
+            )
+        if not hybrid:
+            return init_device_mesh(kind, (self.learners, ranks), mesh_dim_names=("learner", "shard"))["shard"]
+        shape = (self.learners, ranks // inside, inside)
+        return init_device_mesh(kind, shape, mesh_dim_names=("learner", "replicate", "shard"))["replicate", "shard"]
+
+    def _divide_learners(self) -> None:
+        """Make the groups of learners, and those of ranks with the same place; every rank makes all."""
+        if self.is_spread:
+            raise TrainerConfigError(f"a mesh of {self.sizes} spreads replicas, which {self.learners} learners cannot")
+        ranks = range(self.world.world_size)
+        inside = [list(ranks[first : first + self.stage_ranks]) for first in ranks[:: self.stage_ranks]]
+        across = [list(ranks[place :: self.stage_ranks]) for place in range(self.stage_ranks)]
+        self.gradient_group, _ = dist.new_subgroups_by_enumeration(inside)  # type: ignore[no-untyped-call]
+        self.stage_group = self.gradient_group
+        self.learner_group, _ = dist.new_subgroups_by_enumeration(across)  # type: ignore[no-untyped-call]
 
     def _group(self, *fixed: str) -> ProcessGroup:
         """The ranks whose places along ``fixed`` are this one's; every rank makes all groups of that kind."""

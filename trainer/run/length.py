@@ -72,8 +72,8 @@ def _count_steps(config: TrainerConfig, batches_per_epoch: int | None, loader: I
     return by_epochs if config.steps is None else min(by_epochs, config.steps)
 
 
-def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, replicas: int) -> int | None:
-    """Samples of one update over all replicas of the model, or None where the loader does not say.
+def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, replicas: int, learners: int = 1) -> int | None:
+    """Samples of one update over all replicas of a learner, or None where the loader does not say.
 
     Raises:
         TrainerConfigError: the rate is to follow a batch size that the loader does not say.
@@ -88,7 +88,7 @@ def effective_batch_size(loader: Iterable[Any], config: TrainerConfig, replicas:
             f"loader={type(loader).__name__} has neither global_batch_size nor batch_size; give it such an attribute, "
             "or set the optimizer's rate for this batch size and schedule.scaling='none'"
         )
-    return None if whole is None else int(whole) * config.step.accumulate
+    return None if whole is None else int(whole) * config.step.accumulate // learners
 
 
 def leaves_steps(config: TrainerConfig, evaluation: object | None, epoch: int, taken: int) -> bool:

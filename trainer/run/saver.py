@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
@@ -30,9 +30,14 @@ from ..weights.model_config import keep_model_config
 from ..weights.warm_start import load_weights
 from .unsaved import UnsavedBuffers
 
+if TYPE_CHECKING:
+    from ..diloco.learners import Learners
+
+_DILOCO, _LEARNERS = "diloco", "learners"
+
 
 class Saver:
-    """Owns the checkpointer, the moving average of the weights and the averager of local SGD, each where asked for.
+    """Owns checkpointer, moving average, and what brings ranks together that train apart, each where asked for.
 
     Its methods are collectives. ``checkpointer`` is None in a run that keeps no checkpoints. ``settle`` waits for what
     is not yet known of the last step.
@@ -62,6 +67,7 @@ class Saver:
         self._constants: frozenset[str] = frozenset()
         self.ema = None if config.ema.decay is None else WeightEma(parallel.inner, config.ema)
         self.averager: PeriodicAverager | None = None
+        self.learners: Learners | None = None
         self.checkpointer: Checkpointer | None = None
         world = parallel.world
         if config.averaging is not None:
@@ -73,6 +79,10 @@ class Saver:
                 also=tuple if self.ema is None else self.ema.parts,
                 count_sum=compression.wire.add_ring,
             )
+        if config.parallel.mode == "diloco":
+            from ..diloco.learners import Learners
+
+            self.learners = Learners(parallel, optimizer, self.ema, compression.wire)
         if config.keeps_checkpoints:
             given = config.checkpoint
             self._folder = given.folder if given.is_remote else str(Path(config.output_dir) / given.folder)
@@ -82,7 +92,8 @@ class Saver:
                 self.checkpointer = Checkpointer(resolved, world, config.evaluate.best, parallel.stages)
                 stopwatch.enter("construction")
                 self.checkpointer.entered = stopwatch.enter
-                self.checkpointer.check_room(parallel.inner, 0 if self.ema is None else self.ema.nbytes)
+                more_bytes = sum(one.nbytes for one in (self.ema, self.learners) if one is not None)
+                self.checkpointer.check_room(parallel.inner, more_bytes)
             except BaseException:
                 self.close()
                 raise
@@ -107,6 +118,9 @@ class Saver:
                     stack.enter_context(self.averager.averaged())
             elif self._parallel.exchanges and not self._parallel.is_sharded:
                 refuse_unlike_weights(self._parallel.inner, self._parallel.mesh)
+            if self.learners is not None:
+                with self._stopwatch.phase("average"):
+                    stack.enter_context(self.learners.averaged())
             self._parallel.agree_on_buffers()
             yield
 
@@ -116,16 +130,31 @@ class Saver:
         with self.agreed(), nullcontext() if self.ema is None else self.ema.swapped():
             yield
 
-    def end_step(self, step: int, *, updated: bool) -> None:
-        """Average what local SGD averages after this step; then the moving average follows weights that changed."""
+    def end_step(self, step: int, *, updated: bool, own_count: float, count: float) -> None:
+        """Bring ranks together as is due after this step; then the moving average follows weights that changed.
+
+        This rank's learner counted ``own_count`` of the step's ``count`` of samples or tokens.
+        """
         if self.averager is not None:
             with self._stopwatch.phase("average"):
                 self.averager.average_if_due(step)
+        if self.learners is not None:
+            with self._stopwatch.phase("average"):
+                self.learners.end_step(step, own_count=own_count, count=count)
         if self.ema is not None and updated:
             with self._stopwatch.phase("ema"):
                 self.ema.update()
         if self.checkpointer is not None and self._parallel.world.is_first:
             self._unsaved.end_step(step)
+
+    def finish_exchange(self) -> None:
+        """Wait for what learners exchange, so that the state of the run counts it."""
+        if self.learners is not None:
+            self.learners.settle()
+
+    def describe(self) -> dict[str, float]:
+        """Numbers of what learners exchanged, for the record of steps; empty where there are none."""
+        return {} if self.learners is None else self.learners.describe()
 
     def save(
         self, step: int, state: dict[str, Any], *, blocking: bool, metric: float | None = None, again: bool = False
@@ -145,6 +174,11 @@ class Saver:
         if changed is not None:
             self._recorder.note(changed)
         state = state | {"optimizer": type(self._optimizer).__name__}
+        more: dict[str, Any] = {}
+        if self.learners is not None:
+            self._parallel.agree_on_buffers()
+            more = {_DILOCO: self.learners.shared_tensors(), self._own_part: self.learners.copy_own()}
+            state = state | {_DILOCO: self.learners.state_dict()}
         with self.agreed():
             averages = None if self.ema is None else self.ema.named()
             try:
@@ -166,6 +200,7 @@ class Saver:
                     averages=averages,
                     given=self._given,
                     again=again,
+                    more=more,
                 )
         self.note()
         if is_new:
@@ -235,12 +270,15 @@ class Saver:
         if self.checkpointer is None:
             return None
         self._stopwatch.enter("resume")
+        if self.learners is not None:
+            self.learners.settle()
         found = self.checkpointer.load_newest(
             self._parallel.inner,
             self._optimizer,
             at_most=at_most,
             averages=None if self.ema is None else self.ema.named(),
             given=self._given,
+            parts=() if self.learners is None else (_DILOCO, self._own_part),
         )
         self.note()
         for step, damage in self.checkpointer.passed_over.items():
@@ -255,6 +293,7 @@ class Saver:
             owed = {} if self._parallel.mesh.is_spread else self.checkpointer.load_rank_state()
             self._compression.load_state_dict(owed, steps=found[0])
             self._load_ema(self.checkpointer, found[1])
+            self._load_learners(self.checkpointer, found[1].get(_DILOCO))
         return found
 
     def settle_weights(self, *, resumed: bool) -> None:
@@ -284,6 +323,8 @@ class Saver:
                 self._recorder.note(problem)
         if self.ema is not None and not resumed:
             self.ema.begin()
+        if self.learners is not None and not resumed:
+            self.learners.begin()
 
     def _load_ema(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
         """Continue the moving average; what the checkpoint has none of starts from the weights, and that is noted."""
@@ -301,6 +342,31 @@ class Saver:
         if alone:
             self._recorder.note(f"the average of what is no longer trained is dropped: {_some(alone)}")
 
+    @property
+    def _own_part(self) -> str:
+        """The part of a checkpoint that is this rank's learner's alone."""
+        return f"{_LEARNERS}.{self._parallel.mesh.learner}"
+
+    def _load_learners(self, checkpointer: Checkpointer, saved: Mapping[str, Any] | None) -> None:
+        """Continue as the learners of the checkpoint, of which ``saved`` is the state; what is otherwise is noted."""
+        learners, number = self.learners, 0 if saved is None else saved["learners"]
+        if learners is None:
+            if number > 1:
+                self._recorder.note(
+                    f"the checkpoint is of {number} learners, and parallel.mode={self._config.parallel.mode!r} has "
+                    "none: training continues from the mean of their weights and of their optimizers"
+                )
+            return
+        learners.begin()
+        if saved is None:
+            self._recorder.note("the checkpoint has no outer optimizer: all learners start from its weights")
+            return
+        checkpointer.load_part(_DILOCO, learners.shared_tensors())
+        if number == self._parallel.mesh.learners:
+            checkpointer.load_part(self._own_part, learners.own_tensors())
+        for note in learners.resume(saved):
+            self._recorder.note(note)
+
     def finish(self, step: int, state: dict[str, Any], *, stopped_by: str) -> None:
         """Leave all ranks with one model, save it, and export it where that is asked for.
 
@@ -313,6 +379,8 @@ class Saver:
             self.averager.average_all()
         self._parallel.agree_on_buffers()
         self.save(step, state, blocking=True, **self._ended_since(step, state))
+        if self.learners is not None:
+            self.learners.average_all()  # once each learner's own state is saved
         if self.checkpointer is None:
             return
         if self._config.export is not None and self._parallel.world.is_first:
@@ -337,6 +405,8 @@ class Saver:
         with ExitStack() as stack:
             if self.averager is not None:
                 stack.callback(self.averager.close)
+            if self.learners is not None:
+                stack.callback(self.learners.close)
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
 

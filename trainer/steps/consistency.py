@@ -84,7 +84,8 @@ class Settings:
     """Settings of ``optimizer`` that act on gradients, by group, and the parameters that it trains; holds no state.
 
     Settings that are tensors are not compared. Shapes of the buffers of ``model``, which ranks share, are: a forward
-    may assign others, as for a cache that grows with the longest row. The ranks of each stage are compared.
+    may assign others, as for a cache that grows with the longest row. The ranks of each stage are compared, and all
+    learners.
     """
 
     def __init__(self, optimizer: Optimizer, mesh: Mesh, model: nn.Module | None = None) -> None:
@@ -93,6 +94,11 @@ class Settings:
         self._world = mesh.world
         self._model = model
         self._buffers = [] if model is None else [module._buffers for module in model.modules()]
+
+    @property
+    def _size(self) -> int:
+        """Number of ranks whose settings must be alike."""
+        return self._mesh.stage_ranks * self._mesh.learners
 
     def mark(self) -> int:
         """A number of 20 bits that is equal on ranks whose settings are, and hardly on others; 0 for a rank alone."""
@@ -119,7 +125,9 @@ class Settings:
         Raises:
             TrainerError: on every rank, if they differ.
         """
-        size = self._mesh.stage_ranks
+        size = self._size
+        if self._mesh.learners > 1:
+            stages = [Marks(total=sum(one.total for one in stages), squares=sum(one.squares for one in stages))]
         if all(one.squares * size == one.total * one.total for one in stages):
             return
         shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(self._world.world_size)]
@@ -157,7 +165,7 @@ class Settings:
 
     def _first_difference(self, everywhere: list[list[dict[str, Any]]]) -> str:
         for rank, groups in enumerate(everywhere):
-            first = self._mesh.rank_in_stage(0, rank // self._mesh.stage_ranks)
+            first = self._mesh.rank_in_stage(0, rank // self._size)
             for number, (ours, theirs) in enumerate(zip(everywhere[first], groups, strict=False)):
                 for name in {**ours, **theirs}:
                     if ours.get(name) != theirs.get(name):
@@ -183,7 +191,7 @@ def refuse_unlike_weights(model: nn.Module, mesh: Mesh) -> None:
     if mesh.expert_replicas is not None:
         spread = [(name, part) for name, one, part in trained if part.numel() and one in experts]
         unlike = _find_unlike(spread, mesh.world.device, mesh.expert_replicas.get_group()) or unlike
-    if mesh.is_spread:  # each part of the model is compared by ranks of its own
+    if mesh.is_spread or mesh.learners > 1:  # each part of the model is compared by ranks of its own
         everywhere: list[tuple[str, float, float] | None] = [None] * mesh.world.world_size
         dist.all_gather_object(everywhere, unlike)
         unlike = next(filter(None, everywhere), None)

@@ -67,7 +67,8 @@ class StepLosses:
 
     def weigh(self, loss: Tensor) -> Tensor:
         assert self.expected_count is not None, "the loss was added"
-        return self._scaler.scale(loss * (self._mesh.gradient_ranks / self.expected_count))
+        ranks = self._mesh.gradient_ranks * self._mesh.learners
+        return self._scaler.scale(loss * (ranks / self.expected_count))
 
     def _expect(self, count: Tensor) -> None:
         known = count.clone()

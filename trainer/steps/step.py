@@ -79,6 +79,8 @@ class StepResult:
     outcome: Outcome
     stop_requested: bool
     trace_requested: bool = False
+    learner_count: float = 0.0
+    """The part of ``count`` that this rank's learner trained on; all of it where there is one."""
 
 
 class StepRunner:
@@ -88,8 +90,8 @@ class StepRunner:
     known only after the last forward, so the loss is scaled by ``replicas / expected count``, where the expected count
     is the previous step's, the same on every rank, and the reduced gradients are corrected by the ratio of the two.
     Batches of equal counts, the common case, need no correction. Ranks that exchange no gradients each use their own
-    mean. Where gradients are added to what is owed, ``correct`` is told the ratio before the last backward, which waits
-    for it, or None where there is no count. ``is_saved`` is whether checkpoints are kept.
+    mean, and so do learners. Where gradients are added to what is owed, ``correct`` is told the ratio before the last
+    backward, which waits for it, or None where there is no count. ``is_saved`` is whether checkpoints are kept.
 
     On CUDA a step waits once, for the sums of its forwards, while its backward is under way; the device never runs dry.
     Whether gradients are finite is known after that: with ``on_nan="stop"`` it is told with the next step's sums, and
@@ -234,8 +236,12 @@ class StepRunner:
             outcome = "empty"
         else:
             with self._phase("optimizer"):
-                right = totals.count if own is None else own.wait()[0] * self._world.world_size
-                followed = [totals.loss] if own is None else losses.by_microbatch
+                apart = self._mesh.learners > 1
+                if own is None:
+                    right = totals.learner_counts[self._mesh.learner] * self._mesh.learners
+                else:
+                    right = own.wait()[0] * self._world.world_size
+                followed = losses.by_microbatch if apart or own is not None else [totals.loss]
                 is_right = self._correct is not None or not right
                 outcome, norm = self._update(step, 1.0 if is_right else self._expected_count / right, followed)
             self._expected_count = totals.count
@@ -253,6 +259,7 @@ class StepRunner:
             outcome=outcome,
             stop_requested=totals.stop > 0,
             trace_requested=totals.trace > 0,
+            learner_count=totals.learner_counts[self._mesh.learner],
         )
 
     def settle(self) -> None:
@@ -276,7 +283,7 @@ class StepRunner:
 
     def _read(self, reading: Reading) -> Totals:
         with self._phase("reduce"):
-            return Totals.read(reading.wait())
+            return Totals.read(reading.wait(), self._mesh.learners)
 
     def _refuse_epochs(self, step: int, epoch: int) -> NoReturn:
         """Name the ranks' epochs; a collective."""
@@ -326,9 +333,9 @@ class StepRunner:
         return "overflow", norm
 
     def _is_bad(self, norm: float) -> bool:
-        """Return whether the norm is not finite on any rank; all share one norm, unless they exchange none."""
+        """Return whether the norm is not finite on any rank; all share one norm, unless they train apart."""
         bad = not math.isfinite(norm)
-        if not self._parallel.trains_alone:
+        if not self._parallel.trains_alone and self._mesh.learners == 1:
             return bad
         flag = torch.tensor([float(bad)], device=self._world.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)

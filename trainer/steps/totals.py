@@ -40,23 +40,34 @@ class Totals:
 
     orders: tuple[Marks, ...]
     settings: tuple[Marks, ...]
-    """By stage; so are ``orders``."""
+    """By part of the mesh; so are ``orders``."""
+
+    learner_counts: tuple[float, ...]
+    """``count`` by learner; of one learner, all."""
 
     @classmethod
-    def read(cls, values: Sequence[float]) -> Totals:
+    def read(cls, values: Sequence[float], learners: int = 1) -> Totals:
         """The totals that ``StepTotals`` exchanged."""
+        counts: Sequence[float] = ()
+        if learners > 1:
+            values, counts = values[:-learners], values[-learners:]
         plain, rest = dict(zip(_NAMES, values, strict=False)), values[len(_NAMES) :]
         end = len(rest) - len(rest) % len(_MARKS)
         marks, (scheduled, computed) = rest[:end], rest[end:] or (0.0, 0.0)
         found = [Marks(total=total, squares=squares) for total, squares in zip(marks[::2], marks[1::2], strict=True)]
         return cls(
-            **plain, scheduled=scheduled, computed=computed, orders=tuple(found[::2]), settings=tuple(found[1::2])
+            **plain,
+            scheduled=scheduled,
+            computed=computed,
+            orders=tuple(found[::2]),
+            settings=tuple(found[1::2]),
+            learner_counts=tuple(counts or (plain["count"],)),
         )
 
 
 _NAMES = ("loss", "count", "rows", "stop", "trace", "epoch", "epoch_squares", "late")
 _MARKS = ("order", "order_squares", "settings", "settings_squares")
-_TIMES = ("scheduled", "computed")  # where there are pipelines; behind the marks of all stages
+_TIMES = ("scheduled", "computed")  # where there are pipelines; behind the marks of all parts
 
 
 class StepTotals:
@@ -68,9 +79,11 @@ class StepTotals:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        names = [*_NAMES, *(f"{name} {stage}" for stage in range(mesh.sizes.pp) for name in _MARKS)]
+        names = [*_NAMES, *(f"{name} {part}" for part in range(mesh.parts) for name in _MARKS)]
         self._times: tuple[str, ...] = _TIMES if mesh.sizes.pp > 1 else ()
         names += self._times
+        if mesh.learners > 1:
+            names += [f"count {learner}" for learner in range(mesh.learners)]
         self._on_host = dict.fromkeys(names, 0.0)
         self._on_device: Tensor | None = None
         self._by_name: dict[str, Tensor] = {}
@@ -84,6 +97,8 @@ class StepTotals:
         if self._mesh.counts:
             self._add("loss", loss)
             self._add("count", count)
+            if self._mesh.learners > 1:
+                self._add(f"count {self._mesh.learner}", count)
 
     def add_rows(self, rows: Tensor | int) -> None:
         """Add the rows of a microbatch."""
@@ -111,7 +126,7 @@ class StepTotals:
         """
         once = {"stop": stop, "trace": trace, "epoch": epoch, "epoch_squares": epoch * epoch}
         marks = zip(_MARKS, (*order, settings, settings * settings), strict=True)
-        for name, amount in (*once.items(), *((f"{name} {self._mesh.stage}", mark) for name, mark in marks)):
+        for name, amount in (*once.items(), *((f"{name} {self._mesh.part}", mark) for name, mark in marks)):
             self._add(name, amount)
         for name, seconds in zip(self._times, times, strict=False):
             self._add(name, seconds)

@@ -1,0 +1,1 @@
+"""Learners that train apart, and exchange what their weights have changed by."""
