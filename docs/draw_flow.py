@@ -12,7 +12,7 @@ BOXES = (
     ("block", "its columns", "open"),
     ("rows", "a step's samples", "gather"),
     ("batch", "a dict of tensors", "decode, collate"),
-    ("device", "the same, on the GPU", "copy"),
+    ("device", "the batch on a GPU", "copy"),
 )
 WIDTH, GAP, LEFT, TOP, HEIGHT = 118, 58, 60, 34, 52
 BLUE, ORANGE, GREY = "#4878cf", "#ee854a", "#666666"

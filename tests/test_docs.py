@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,7 @@ def _bucket() -> dict[str, tuple[list[Any], dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("object_stores")
+@pytest.mark.filterwarnings("ignore:unclosed file .*\\.tar:ResourceWarning")  # webdataset leaves its shards open
 def test_every_python_block_of_the_documentation_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,8 @@ def test_every_python_block_of_the_documentation_runs(
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    if is_installed("streaming"):  # its ready-made data sets import torchvision, which may be of another torch
+        sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
     _write_sources(tmp_path)
     names: dict[str, Any] = {"__name__": "example"}
     for line, mark, code in python_blocks(page.read_text()):

@@ -46,8 +46,8 @@ def test_every_name_of_a_page_is_in_one_of_its_examples(page: str) -> None:
 def test_a_heading_gets_the_docstring_of_its_name_and_code_does_not() -> None:
     text = "### pack\n\n```python\n### pack\n```\n\n### Not a name\n"
     made = reference.insert_docstrings(text, NAMES)
-    assert made.count("::: penstock.loader.pack\n") == 1
-    assert '<a id="pack"></a>' in made  # where links of the forge lead
+    assert made.count("::: penstock.tools.pack.pack\n") == 1
+    assert '<a id="pack"></a><a id="penstock.loader.pack"></a>' in made  # where links of the forge lead
     assert "```python\n### pack\n```" in made
     with pytest.raises(ValueError, match="'unpack', which no face exports"):
         reference.insert_docstrings("### unpack\n", NAMES)

@@ -27,6 +27,13 @@ class PublicName:
     def dotted(self) -> str:
         return f"{self.face}.{self.name}"
 
+    @property
+    def home(self) -> str:
+        """The dotted name where it is defined: a module and what it defines may have one name below their folder."""
+        module = self.path.relative_to(ROOT).with_suffix("").parts
+        module = module[:-1] if module[-1] == "__init__" else module
+        return ".".join(("penstock", *module, *(() if self.node is None else (self.name,))))
+
 
 def public_names() -> dict[str, PublicName]:
     """All names of the rooms' faces, by name; a name is of one face."""

@@ -27,7 +27,7 @@ def shown_in(markdown: str) -> set[str]:
 
 
 def insert_docstrings(markdown: str, names: Mapping[str, PublicName]) -> str:
-    """Put signature and docstring in the place of each heading that is a public name, and keep the heading's anchor.
+    """Put signature and docstring in the place of each heading that is a public name, whose anchor stays.
 
     Raises:
         ValueError: a heading names nothing public.
@@ -37,7 +37,8 @@ def insert_docstrings(markdown: str, names: Mapping[str, PublicName]) -> str:
         name = found[1]
         if name not in names:
             raise ValueError(f"the reference has a heading {name!r}, which no face exports")
-        return f'<a id="{name.lower()}"></a>\n\n::: {names[name].dotted}\n{_OPTIONS}'
+        anchors = "".join(f'<a id="{anchor}"></a>' for anchor in (name.lower(), names[name].dotted))
+        return f"{anchors}\n\n::: {names[name].home}\n{_OPTIONS}"
 
     parts = re.split(_FENCE, markdown)
     return "".join(part if part.startswith("```") else _HEADING.sub(directive, part) for part in parts)
