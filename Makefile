@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint bench gpu clean servers
+.PHONY: help demo test quick lint docs bench gpu clean servers
 
 help:
 	@echo 'make demo             train on 3 ranks, kill one, resume on 2, audit every delivery (about a minute)'
@@ -21,6 +21,7 @@ help:
 	@echo 'make test             install what the tests need, and run them all; ARGS="-k resume" goes to pytest'
 	@echo 'make quick            only the tests that start no server and no ranks, and kill nothing'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
+	@echo 'make docs             build the documentation site into build/site; bad links and missing docstrings fail'
 	@echo 'make bench            penstock beside other loaders in some minutes; ARGS="--full" takes hours'
 	@echo 'make gpu              the tests that need a GPU, and loaders that feed one; says so where there is none'
 	@echo 'make clean            remove the virtual environment and everything that was made'
@@ -44,6 +45,11 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# In an environment of its own: the site needs neither torch nor penstock.
+docs: $(VENV)-docs/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --quiet --strict
+	@echo 'the site is in build/site; read it by: $(VENV)-docs/bin/python -m http.server --directory build/site'
 
 gpu: $(VENV)/.bench $(VENV)/.test $(VENV)/.gpu
 	$(BIN)/python -m devtools gpu $(ARGS)
@@ -88,6 +94,17 @@ $(VENV)/.lint: HOLDS := $(VENV)/.test $(VENV)/.demo
 $(VENV)/.bench: EXTRAS := bench,images
 $(VENV)/.gpu: EXTRAS := images-cuda
 
+# The requirements of the extra alone, which pip can install only with penstock.
+DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+$(VENV)-docs/.docs: pyproject.toml constraints.txt
+	@echo 'installing what builds the site into $(VENV)-docs'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'penstock needs Python 3.11 or newer: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	@$(subst $(BIN),$(VENV)-docs/bin,$(PIP_INSTALL)) $$($(PYTHON) -c '$(DOCS)')
+	@touch $@
+
 clean:
-	rm -rf $(VENV) demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -151,7 +151,7 @@ def test_the_order_needs_numpy_and_our_errors_alone() -> None:
 
 # -- what is written for users ------------------------------------------------------------------------------------
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 _PYTHON = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAMED = re.compile(r"\b(penstock(?:\.(?:loader(?:\.integrations)?|storage|trainer))?)(?:[.:](\w+))?((?:[.:]\w+)*)")

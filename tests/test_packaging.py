@@ -16,6 +16,8 @@ from zipfile import ZipFile
 
 import pytest
 
+import penstock
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("storage", "loader", "tools", "trainer", "benchmarks", "cli")
 
@@ -102,6 +104,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_puts_nothing_but_penstock_into_site_packages(wheel: Path) -> None:
+    assert wheel.name.startswith(f"penstock-{penstock.__version__}-")
     names = ZipFile(wheel).namelist()
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"penstock"}
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
 
 LastBatch = Literal["drop", "pad", "partial"]
+"""Fate of the samples that do not fill a global batch: left out, filled up with repeats, or a smaller batch."""
+
 SampleWeights = Sequence[float] | np.ndarray[Any, Any] | Mapping[str, float]
 
 _WITH_KEYS = {"tar"}  # formats whose samples have a key beside their fields

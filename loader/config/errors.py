@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..reading.chunk_source import ChunkSource
 
 OnError = Literal["stop", "skip", "replace"]
+"""Fate of a sample that cannot be read, decoded or transformed: an error, dropped, or another in its place."""
 
 _USUAL_SHARE = 0.01
 _DONE = {"skip": "skipped", "replace": "replaced"}

@@ -41,6 +41,7 @@ class Keep:
 
 
 KeepChoice = Keep | Callable[[dict[str, Any]], Any]
+"""Filter of samples: a function of a sample as it is stored that returns whether it stays, or a ``Keep`` of many."""
 
 
 class Sieve:

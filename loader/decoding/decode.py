@@ -58,6 +58,8 @@ def is_channels_first(decoder: FieldDecoder) -> bool:
 
 RawValues = Literal["bytes", "view"]
 DecodeChoice = Literal["auto"] | Mapping[str, "FieldDecoder | Callable[..., Any] | Sequence[str] | None"] | None
+"""Choice of decoders: by extension and type ("auto"), none (None), or by field or extension: a decoder, a function of
+bytes, ``str``, a list of categories, or None for bytes."""
 
 
 def field_decoder(field: str, choice: DecodeChoice, *, of_columns: bool = False) -> FieldDecoder | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Stage = Literal["first", "last"] | int
 FieldsByStage = Mapping[str, Stage | Sequence[Stage]]
+"""Stages of a pipeline that read a field, by its name: "first", "last", a number from 0, or several of these."""
 
 _NAMED: dict[object, int] = {"first": 0, "last": -1}
 

@@ -23,6 +23,8 @@ from ..errors import DecryptionError, UnsupportedURLError
 from ..store import ByteRange
 
 ENCRYPTED_SUFFIX = ".penc"
+"""End of the keys of encrypted objects in the store below; users of the store see keys without it."""
+
 FRAME_BYTES = 64 << 10
 KEY_BYTES = 32
 TAG_BYTES = 16

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from manifest_keys import KINDS, POD, find_flaws
 
+import penstock
 from penstock.cli.common import parse
 from penstock.cli.doctor import DoctorArguments
 from penstock.trainer.recipes.command_line import Command, read_command
@@ -273,7 +274,7 @@ def test_the_task_of_skypilot_runs_commands_of_ours(tmp_path: Path) -> None:
 
 
 def test_the_image_has_the_versions_of_the_manifests_and_of_the_constraints() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = penstock.__version__
     images = {container["image"] for _, container in CONTAINERS}
     assert images == {f"registry.example/penstock:{version}", f"registry.example/penstock:{version}-ray"}
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))

@@ -52,6 +52,7 @@ from .spread import ReplicaSpread
 from .step_numbers import StepNumbers
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer of parameters that it is given: those that are trained, as this rank holds them."""
 
 
 class Prefetch:
