@@ -54,6 +54,7 @@ REPLICATED = ("lm", "resnet", "embeddings")
 
 LAYOUTS = ("", "tp=2", "cp=2", "tp=2,cp=2", "pp=2", "pp=2,tp=2", "ep=2", "ep=2,tp=2", "ep=2,cp=2")
 BOUNDS = {"fp32": 2e-6, "fp64": 1e-13}
+_EACH = 6
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -222,10 +223,11 @@ def _run_rank(rank: int, combinations: Sequence[Combination], folder: str, end: 
     """One of the ranks: takes part in every world that is large enough; rank 0 sends what is found."""
     torch.set_num_threads(1)
     try:
-        for size, group in itertools.groupby(combinations, key=lambda one: one.ranks):
+        for number, combination in enumerate(combinations):
+            size = combination.ranks
             if rank >= size:
                 continue
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store-{number}", rank=rank, world_size=size)
             world = World(
                 rank=rank,
                 world_size=size,
@@ -236,11 +238,9 @@ def _run_rank(rank: int, combinations: Sequence[Combination], folder: str, end: 
                 device=torch.device("cpu"),
                 backend="gloo",
             )
-            for combination in group:
-                number = combinations.index(combination)
-                found = compare(combination, world, f"{folder}/{number}")
-                if rank == 0:
-                    end.send((number, found))
+            found = compare(combination, world, f"{folder}/{number}")
+            if rank == 0:
+                end.send((number, found))
             dist.destroy_process_group()
     except BaseException:
         end.send((rank, traceback.format_exc()))
@@ -252,9 +252,16 @@ def _run_rank(rank: int, combinations: Sequence[Combination], folder: str, end: 
 def run_all(combinations: Sequence[Combination]) -> Iterator[tuple[Combination, Found]]:
     """Train and compare each combination, on ranks that are processes of this machine.
 
+    Each process takes part in a few: gloo's threads of groups, of which a layout has a dozen, outlive them.
+
     Raises:
         RuntimeError: a rank failed; the message has its stack.
     """
+    for start in range(0, len(combinations), _EACH):
+        yield from _run_some(combinations[start : start + _EACH])
+
+
+def _run_some(combinations: Sequence[Combination]) -> Iterator[tuple[Combination, Found]]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []

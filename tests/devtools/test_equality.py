@@ -13,7 +13,7 @@ import pytest
 from launch_ranks import run_ranks
 
 from devtools import equality
-from devtools.equality import Combination, compare
+from devtools.equality import Combination, Found, compare
 from penstock.trainer import World, close_world, open_world
 
 FEW = [
@@ -68,6 +68,24 @@ def test_whatever_differs_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not any("resume" in text for text in wrong)
 
 
+def test_what_was_found_is_read_again_but_for_what_was_wrong(tmp_path: Path) -> None:
+    exact = {"fp32": 0.0, "fp64": 0.0}
+    rows = [
+        (one, Found(weights=exact, buffers=exact, wrong=["weights differ"] if one is FEW[0] else [])) for one in FEW
+    ]
+    equality.write_results(tmp_path / "equality.json", rows, 12.0, len(rows))
+    assert equality.read_results(tmp_path / "equality.json") == (rows[1:], 12.0)
+    assert equality.read_results(tmp_path / "none.json") == ([], 0.0)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("ep=2", 2), ("ep=2,tp=2", 4), ("ep=2,cp=2", 4)])
+def test_experts_lie_on_replicas(layout: str, ranks: int) -> None:
+    one = Combination(model="mixture", ranks=ranks, accumulate=1, zero=0, layout=layout)
+    assert (one.replicas, equality.can_run(one)) == (2, True)
+    assert not equality.can_run(replace(one, ranks=ranks // 2))
+    assert not equality.can_run(replace(one, model="llama"))
+
+
 @pytest.mark.slow
 def test_the_command_tells_and_keeps_what_it_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "devtools.equality", "--models", "embeddings", "--ranks", "2"]
@@ -79,3 +97,7 @@ def test_the_command_tells_and_keeps_what_it_found(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "equality.json").read_text())
     assert kept["rows"][0]["wrong"] == []
     assert kept["rows"][0]["weights"]["fp64"] <= kept["bounds"]["fp64"]
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "1 combinations in" in again.stdout
+    assert "embeddings" not in again.stdout  # it was not trained once more

@@ -64,13 +64,13 @@ def find_shape_change(name: str, style: ParallelStyle, tp: int) -> ShapeChange:
     if isinstance(style, SequenceParallel):
         return ShapeChange(name=name, tp=tp)
     if type(style) is PrepareModuleInput:
-        joined = _find_joined(style)
-        if joined is not None:
-            return ShapeChange(name=name, tp=tp, joined=joined)
+        found = _find_joined(style)
+        if found is not None:
+            return ShapeChange(name=name, tp=tp, joined=found)
     if type(style) is PrepareModuleInputOutput:
-        joined, output = _find_joined(style.prepare_module_input), style.prepare_module_output
-        if joined is not None and (*output.output_layouts, *output.desired_output_layouts) == (Replicate(), cut):
-            return ShapeChange(name=name, tp=tp, joined=joined, is_cut=True)
+        found, output = _find_joined(style.prepare_module_input), style.prepare_module_output
+        if found is not None and (*output.output_layouts, *output.desired_output_layouts) == (Replicate(), cut):
+            return ShapeChange(name=name, tp=tp, joined=found, is_cut=True)
     raise TrainerConfigError(
         f"parallel.plan lays {name!r} out by {type(style).__name__}, of which a pipeline cannot tell the shapes that "
         "go from stage to stage; use the words for styles, or PrepareModuleInput that gathers sequences, or leave "

@@ -86,13 +86,14 @@ class Router(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights (B, T, k) and numbers (B, T, k) of the experts of x (B, T, width); scores (B, T, experts) fp32.
+        """Weights (B, T, k) and numbers (B, T, k) of the experts of x (B, T, width), and scores (B, T, experts).
 
         A weight of 0 stands for an expert that has no room left for the token.
         """
         # Rounded scores would choose other experts. The meta device has no autocast.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            scores = F.linear(x.float(), self.weight.float()).softmax(-1)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            scores = F.linear(x.to(wide), self.weight.to(wide)).softmax(-1)
         chosen = (scores.detach() + self.bias.float()).topk(self.config.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if self.config.num_experts_per_tok > 1:  # a single one's weight is its score, or scores would get no gradient
