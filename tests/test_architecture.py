@@ -78,7 +78,7 @@ FLOORS = {
         {"report", "weights"},
         {"config"},
         {"recipes", "run"},
-        {"parts"},
+        {"asynchronous", "parts"},
         {"trainer"},
         {"__main__"},
     ),

@@ -23,6 +23,9 @@ The import path is ``{"use": "package.module:name"}``, with "args" for a functio
 class ParallelConfig:
     """What each rank keeps, and how ranks exchange gradients and weights."""
 
+    mode: Literal["allreduce", "parameter_server", "diloco"] = "allreduce"
+    """allreduce: all ranks step together; parameter_server: workers push to servers, as [trainer.server] says."""
+
     zero: Literal[0, 1, 2, 3] = 0
     """0: replicate everything; 1: shard the optimizer state; 2: and gradients; 3: and weights."""
 
@@ -73,6 +76,7 @@ class ParallelConfig:
     """Expert parallelism: replicas over which the experts of mixtures of experts are spread."""
 
     def __post_init__(self) -> None:
+        check_choice("parallel.mode", self.mode, ("allreduce", "parameter_server"))
         check_choice("parallel.zero", self.zero, (0, 1, 2, 3))
         check_range("parallel.bucket_mb", self.bucket_mb, low=0.0, above=True)
         for key in ("tp", "pp", "cp", "ep", "microbatches"):

@@ -62,6 +62,8 @@ class Command:
     plan: bool = False
     ranks: int = 1
     memory: str | None = None
+    workers: int = 1
+    shards: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,12 @@ class TrainArguments:
 
     memory: Annotated[str | None, tyro.conf.arg(name="memory", metavar="SIZE", help_behavior_hint="")] = None
     """With --plan, the memory of a rank, as 80GiB: also prints the layouts that fit, best first."""
+
+    workers: Annotated[int, tyro.conf.arg(name="workers")] = 1
+    """With parallel.mode=parameter_server, the workers that there are at first."""
+
+    shards: Annotated[int, tyro.conf.arg(name="shards")] = 1
+    """With parallel.mode=parameter_server, the shards that parameters lie on."""
 
     trainer: tyro.conf.FlagConversionOff[TrainerConfig]
 
@@ -123,6 +131,8 @@ def read_command(words: Sequence[str]) -> Command:
         plan=given.plan,
         ranks=given.ranks,
         memory=given.memory,
+        workers=given.workers,
+        shards=given.shards,
     )
 
 

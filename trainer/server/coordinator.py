@@ -50,8 +50,8 @@ class Coordinator:
 
     ``silence_s`` is how long a worker may say nothing before it is forgotten. ``write`` puts a line into the journal,
     and returns when it is safe. All mutable state: the leases, members, the last incarnation of each name, the epochs
-    that are evaluated with the newest metrics, who evaluates, the placement, notices, numbers for displays, and whether
-    the run was asked to stop.
+    that are evaluated with the newest metrics, who evaluates, the placement, notices, numbers for displays, whether
+    the run was asked to stop, when it began, and whether it has dealt since.
 
     Raises:
         TrainerConfigError: ``silence_s`` is no time, or there is no shard.
@@ -78,6 +78,10 @@ class Coordinator:
         self.evaluated = 0
         """Epochs that are evaluated."""
         self.is_asked_to_stop = False
+        self.expected = plan.workers
+        """The workers that the first round waits for; ``silence_s`` at most."""
+        self._began: float | None = None
+        self._has_dealt = False
         self._write = write
         self._leases = self._make_leases(0)
         self._incarnations: dict[str, int] = {}
@@ -104,7 +108,7 @@ class Coordinator:
     @property
     def step(self) -> int:
         """The steps that are done: so many batches as there were workers at the beginning are one."""
-        return self.consumed // self.plan.workers
+        return self.plan.steps if self.consumed >= self.plan.units else self.consumed // self.plan.workers
 
     @property
     def settled(self) -> int:
@@ -134,6 +138,7 @@ class Coordinator:
         self.forget_silent(now)
         if worker in self._incarnations:  # also where it was forgotten, and came back to a shard that forgot that
             self._forget(worker, now)
+        self._began = now if self._began is None else self._began
         incarnation = self._incarnations.get(worker, -1) + 1
         self._commit({"op": "begin", "worker": worker, "incarnation": incarnation}, now)
         return Begun(incarnation=incarnation, run=self.identity.run, token=self.identity.token, plan=self.plan)
@@ -204,7 +209,8 @@ class Coordinator:
         if self.is_stopping:
             return None
         found = self._next_lease(worker, after)
-        if found is None:
+        if found is None and not self._is_gathering(now):
+            self._has_dealt = True
             for name in sorted(self.members) if self.plan.deals_in_rounds else [worker]:
                 if self._leases.lease(name, now) is None:
                     break
@@ -212,6 +218,17 @@ class Coordinator:
                     self._commit({"op": "take part", "worker": name}, now)
             found = self._next_lease(worker, after)
         return found
+
+    def _is_gathering(self, now: float) -> bool:
+        """Return whether a round has to wait: at first for all workers, at an epoch's beginning for those of the last.
+
+        These have finished it, and begin anew.
+        """
+        if not self.plan.deals_in_rounds:
+            return False
+        if not self._has_dealt and len(self.members) < self.expected:
+            return self._began is None or now < self._began + self.silence_s
+        return self._leases.is_untouched and any(member.takes_part for member in self.members.values())
 
     def _next_lease(self, worker: str, after: int) -> Lease | None:
         return next((one for one in self._leases.held if one.worker == worker and one.number > after), None)
@@ -351,6 +368,7 @@ class Coordinator:
                 self._make(change, now)
             else:
                 self._leases.make(change, now)
+        self._has_dealt = bool(self._leases.held)
         self._notices = self.recall_notices()
         return length
 

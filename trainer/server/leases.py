@@ -67,6 +67,11 @@ class Leases:
         return self._consumed == ([(0, self.total)] if self.total else [])
 
     @property
+    def is_untouched(self) -> bool:
+        """Return whether no position of the epoch is leased or consumed."""
+        return not self._leases and not self._consumed
+
+    @property
     def num_consumed(self) -> int:
         """Count the positions of the epoch that are consumed."""
         return sum(stop - start for start, stop in self._consumed)

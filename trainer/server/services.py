@@ -14,7 +14,7 @@ from .placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """The cut of a run's data into batches, and how they are dealt out; fixed when the run begins, however many workers come and go.
+    """The cut of a run's data into batches, and how they are dealt out; fixed however many workers come and go.
 
     A *unit* is one batch of one epoch: number ``epoch * batches + place``. It is trained on by one worker at a time,
     and its gradients are pushed under its number.

@@ -136,6 +136,32 @@ def test_in_rounds_each_worker_gets_the_batch_of_its_place() -> None:
     assert dealt == {"a": [0, 3, 6], "b": [1, 4, 7], "c": [2, 5, 8]}
 
 
+def test_the_first_round_waits_for_all_workers_and_an_epoch_for_those_of_the_last() -> None:
+    coordinator = make(plan(span=1, deals_in_rounds=True, batches=2, units=4), silence_s=10.0)
+    coordinator.begin("a", 0.0)
+    assert coordinator.lease("a", 0, -1, 9.0) is None
+    coordinator.begin("b", 9.5)
+    first, second = coordinator.lease("a", 0, -1, 9.5), coordinator.lease("b", 0, -1, 9.5)
+    assert first is not None
+    assert second is not None
+    coordinator.consume("a", 0, first.number, 1, 9.5)
+    coordinator.consume("b", 0, second.number, 2, 9.5)
+    assert coordinator.epoch == 1
+    coordinator.begin("a", 10.0)
+    assert coordinator.lease("a", 1, -1, 10.0) is None
+    coordinator.begin("b", 10.0)
+    third = coordinator.lease("b", 1, -1, 10.0)
+    assert third is not None
+    assert (third.epoch, third.start) == (1, 1)
+
+
+def test_a_round_begins_without_a_worker_that_never_came() -> None:
+    coordinator = make(plan(span=1, deals_in_rounds=True), silence_s=10.0)
+    coordinator.begin("a", 0.0)
+    assert coordinator.lease("a", 0, -1, 9.0) is None
+    assert coordinator.lease("a", 0, -1, 11.0) is not None
+
+
 def test_shards_hear_of_a_worker_before_its_first_lease_and_after_its_end() -> None:
     coordinator = make(plan())
     assert coordinator.take_notices() == []
