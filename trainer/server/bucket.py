@@ -124,6 +124,10 @@ class Bucket:
         self.clocks: dict[str, int] = {}
         self.fenced: dict[str, int] = {}
         """The last incarnation of each worker that was forgotten."""
+        self.settled = 0
+        """All batches before this one count."""
+        self.counted: set[int] = set()
+        """The batches from there on whose gradients count here."""
         self.pending: list[Gradients] = []
         """Gradients that were accepted and not applied yet, in the order of their coming."""
         self.pieces: dict[PieceKey, Piece] = {}
@@ -133,6 +137,18 @@ class Bucket:
         """The sequence of the last part that this incarnation of a worker sent here."""
         held, sequence = self.sequences.get(worker, (incarnation, 0))
         return sequence if held == incarnation else 0
+
+    def count_unit(self, unit: int | None, settled: int) -> bool:
+        """Count the gradients of a batch, and return whether they did not count before; without a number they do."""
+        if settled > self.settled:
+            self.settled = settled
+            self.counted = {one for one in self.counted if one >= settled}
+        if unit is None:
+            return True
+        if unit < self.settled or unit in self.counted:
+            return False
+        self.counted.add(unit)
+        return True
 
     def apply(
         self, gradients: Gradients, specs: Mapping[str, TableSpec], dense: Optimizer, sparse: Optimizer, scale: float
@@ -158,8 +174,10 @@ class Bucket:
             block.versions[places] = self.version
 
 
-def merge(several: Sequence[Gradients], reduction: Reduction) -> Gradients:
+def merge(several: Sequence[Gradients], reduction: Reduction, absent: int = 0) -> Gradients:
     """Add gradients up in the order of workers' names, or take their mean by weights.
+
+    In a mean of rows, so many workers count besides, as if they had sent zeros: they have no such row in their batches.
 
     Equal weights divide as DDP does, so that the mean over two workers is DDP's to the bit. In a mean, who sent nothing
     for a piece or row counts as zero if it sent anything for the bucket.
@@ -168,10 +186,12 @@ def merge(several: Sequence[Gradients], reduction: Reduction) -> Gradients:
     total = sum(one.weight for one in ordered)
     is_even = len({one.weight for one in ordered}) == 1
 
-    def share(tensor: Tensor, weight: float) -> Tensor:
+    def share(tensor: Tensor, weight: float, others: int = 0) -> Tensor:
         if reduction == "sum":
             return tensor
-        return tensor / len(ordered) if is_even else tensor * (weight / total)
+        if is_even:
+            return tensor / (len(ordered) + others)
+        return tensor * (weight / (total * (1 + others / len(ordered))))
 
     pieces: dict[PieceKey, Tensor] = {}
     rows: dict[str, list[tuple[NDArray[np.int64], Tensor]]] = {}
@@ -180,7 +200,7 @@ def merge(several: Sequence[Gradients], reduction: Reduction) -> Gradients:
             part = share(tensor, one.weight)
             pieces[key] = pieces[key] + part if key in pieces else part
         for table, (ids, values) in one.rows.items():
-            rows.setdefault(table, []).append((ids, share(values, one.weight)))
+            rows.setdefault(table, []).append((ids, share(values, one.weight, absent)))
     first = ordered[0]
     return Gradients(
         worker=first.worker,

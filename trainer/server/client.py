@@ -39,6 +39,8 @@ from .placement import Placement, bucket_of_piece, buckets_of_rows
 from .schema import Schema
 
 Call = Callable[[str, Request], Reply]
+_PushKey = tuple[str, int, float, float | None, int | None]
+"""The shard, step, weight, rate and batch of a push."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class _Sent:
     step: int
     weight: float
     rate: float | None
+    unit: int | None = None
     is_acknowledged: bool = False
     is_shared: bool = True
     """Its memory is the caller's, who may write to it once the push has returned."""
@@ -83,6 +86,14 @@ class ServerClient:
         config: ClientConfig | None = None,
     ) -> None:
         self.clock = 0
+        self.unit: int | None = None
+        """The number of the batch that the next push is of; without one, workers may push the same batch twice."""
+        self.settled = 0
+        """All batches before this one count."""
+        self.reads_ahead = 0
+        """Steps that are computed between what is pulled and the step that it is for; policies count them in."""
+        self.staleness = 0
+        """The most versions that a bucket was ahead when a push came; the caller may reset it."""
         self.tensors = {spec.name: torch.zeros(spec.size) for spec in schema.tensors}
         """Each tensor as last pulled, flat."""
         self._header, self._schema, self._config = header, schema, config or ClientConfig()
@@ -104,6 +115,11 @@ class ServerClient:
     def kept(self) -> int:
         """The number of parts that are kept because they could still be lost."""
         return sum(map(len, self._log.values()))
+
+    @property
+    def kept_units(self) -> set[int]:
+        """The batches whose gradients could still be lost."""
+        return {one.unit for sent in self._log.values() for one in sent if one.unit is not None}
 
     def join(self, clock: int = 0) -> None:
         """Join all shards, at a clock that none of them is behind of: others' steps before it are not waited for."""
@@ -198,7 +214,7 @@ class ServerClient:
                 pieces=pieces.get(number, {}),
                 rows=by_bucket.get(number, {}),
             )
-            sent = _Sent(part=part, step=self.clock, weight=weight, rate=rate)
+            sent = _Sent(part=part, step=self.clock, weight=weight, rate=rate, unit=self.unit)
             self._log.setdefault(number, []).append(sent)
             self._new.append(sent)
 
@@ -213,15 +229,33 @@ class ServerClient:
     def flush(self) -> None:
         """Send what does not count yet, until all does."""
         while todo := self._unacknowledged():
-            for (shard, step, weight, rate), parts in todo.items():
-                push = Push(header=self._header, step=step, parts=tuple(parts), weight=weight, rate=rate)
+            for (shard, step, weight, rate, unit), parts in todo.items():
+                push = Push(
+                    header=self._header,
+                    step=step,
+                    parts=tuple(parts),
+                    weight=weight,
+                    rate=rate,
+                    unit=unit,
+                    settled=self.settled,
+                )
                 reply = self._call(shard, push)
                 assert isinstance(reply, Pushed)
+                bases = {part.bucket: part.base for part in parts}
                 for number, ack in reply.acks.items():
+                    if ack.outcome == "applied":
+                        self.staleness = max(self.staleness, ack.version - 1 - bases[number])
                     self._note(number, ack)
                 if any(ack.outcome == "moved" for ack in reply.acks.values()):
                     self._find_moved()
                     break
+
+    def ask_durable(self) -> None:
+        """Send again what could still be lost, to learn what no longer can."""
+        for sent in self._log.values():
+            for one in sent:
+                one.is_acknowledged = False
+        self.flush()
 
     def advance(self) -> None:
         """Finish this step: push first what is left of it."""
@@ -236,7 +270,8 @@ class ServerClient:
             numbers = [number for number in todo if self._placement.shard_of(number) == shard]
             known = {number: self._versions.get(number, -1) for number in numbers}
             reply = self._pull(
-                shard, Pull(header=self._header, clock=self.clock, buckets=known, codec=self._config.pull)
+                shard,
+                Pull(header=self._header, clock=self.clock + self.reads_ahead, buckets=known, codec=self._config.pull),
             )
             if reply is None:
                 continue
@@ -259,7 +294,7 @@ class ServerClient:
             known = np.full(len(at), -1, np.int64)
             request = Pull(
                 header=self._header,
-                clock=self.clock,
+                clock=self.clock + self.reads_ahead,
                 rows={table: (distinct[at], known)},
                 codec=self._config.pull,
             )
@@ -297,13 +332,13 @@ class ServerClient:
                     f"{tuple(gradients.shape)} and {ids.dtype}; nothing was sent"
                 )
 
-    def _unacknowledged(self) -> dict[tuple[str, int, float, float | None], list[Part]]:
+    def _unacknowledged(self) -> dict[_PushKey, list[Part]]:
         """The parts to send, by shard and push, those of earlier steps first."""
-        todo: dict[tuple[str, int, float, float | None], list[Part]] = {}
+        todo: dict[_PushKey, list[Part]] = {}
         for number, sent in self._log.items():
             for one in sent:
                 if not one.is_acknowledged:
-                    key = self._placement.shard_of(number), one.step, one.weight, one.rate
+                    key = self._placement.shard_of(number), one.step, one.weight, one.rate, one.unit
                     todo.setdefault(key, []).append(one.part)
         return dict(sorted(todo.items(), key=lambda item: item[0][:2]))
 

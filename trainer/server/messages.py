@@ -17,6 +17,10 @@ PieceKey = tuple[str, int]
 """A dense tensor's name and the index of its piece."""
 
 
+READER = -1
+"""The incarnation of who pulls and nothing else: it need not join, waits for nobody, and nobody for it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """The sender of a request, and what it believes to talk to; the token is the run's secret."""
@@ -86,6 +90,10 @@ class Push:
     weight: float = 1.0
     """Samples or tokens, for means."""
     rate: float | None = None
+    unit: int | None = None
+    """The number of the batch that the gradients are of, through all epochs: a bucket counts those of each once."""
+    settled: int = 0
+    """All batches before this one count already."""
 
 
 Outcome = Literal["applied", "duplicate", "gap", "moved"]

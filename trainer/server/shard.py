@@ -17,6 +17,7 @@ from . import snapshots
 from .bucket import Bucket, Gradients, Piece, Reduction, RowBlock, merge
 from .messages import (
     PROTOCOL,
+    READER,
     Ack,
     Advance,
     Advanced,
@@ -104,9 +105,10 @@ class Shard:
         if isinstance(request, Join):
             return self._join(request)
         if isinstance(request, Leave):
-            self._leave(request.worker, now)
+            self._leave(request, now)
             return None
-        self._check_member(request.header)
+        if not (isinstance(request, Pull) and request.header.incarnation == READER):
+            self._check_member(request.header)
         if isinstance(request, Create):
             self._create(request)
             return None
@@ -150,7 +152,7 @@ class Shard:
         worker, incarnation = request.header.worker, request.header.incarnation
         held, clock = self.members.get(worker, (-1, 0))
         if incarnation < held or incarnation <= self.fenced.get(worker, -1):
-            raise ServerRefusedError(
+            raise NotJoinedError(
                 f"{self.name}: worker {worker!r}, incarnation {incarnation}, was replaced or given up; start it anew "
                 f"with an incarnation above {max(held, self.fenced.get(worker, -1))}"
             )
@@ -174,11 +176,16 @@ class Shard:
         if before != (incarnation, bucket.clocks[worker]):
             bucket.changes += 1
 
-    def _leave(self, worker: str, now: float) -> None:
-        incarnation = self.members.pop(worker, (-1, 0))[0]
-        if incarnation < 0:
+    def _leave(self, request: Leave, now: float) -> None:
+        """Forget a worker, up to the incarnation that the header names if it is of this worker."""
+        worker = request.worker
+        held = self.members.get(worker, (-1, 0))[0]
+        incarnation = request.header.incarnation if request.header.worker == worker else held
+        if incarnation >= 0:
+            self.fenced[worker] = max(incarnation, self.fenced.get(worker, -1))
+        if not 0 <= held <= incarnation:
             return
-        self.fenced[worker] = incarnation
+        del self.members[worker]
         for bucket in self.buckets.values():
             self._forget(bucket, worker, incarnation)
             self._close_rounds(bucket, now)
@@ -248,6 +255,9 @@ class Shard:
         for bucket, part, gradients in new:  # all are valid: nothing fails from here on
             bucket.sequences[header.worker] = (header.incarnation, part.sequence)
             bucket.changes += 1
+            if not bucket.count_unit(request.unit, request.settled):  # another worker's of the same batch do
+                acks[part.bucket] = self._ack("duplicate", bucket, header)
+                continue
             if self.config.policy.merges == "no":
                 self._apply(bucket, gradients)
             else:
@@ -341,16 +351,18 @@ class Shard:
             least = min(bucket.clocks.values(), default=None)
             ready = sorted({one.step for one in bucket.pending if least is None or one.step < least})
             for step in ready:
-                self._close(bucket, lambda one, step=step: one.step == step)  # type: ignore[misc]
+                pushed = {one.worker for one in bucket.pending if one.step == step}
+                took_part = {name for name, (_, joined) in self.members.items() if joined <= step}
+                self._close(bucket, lambda one, step=step: one.step == step, len(took_part - pushed))  # type: ignore[misc]
         elif self._verdict(bucket, now) == "close":
             firsts = {id(one) for one in {one.worker: one for one in reversed(bucket.pending)}.values()}
             self._close(bucket, lambda one: id(one) in firsts)
             self._close_rounds(bucket, now)
 
-    def _close(self, bucket: Bucket, belongs: Callable[[Gradients], bool]) -> None:
+    def _close(self, bucket: Bucket, belongs: Callable[[Gradients], bool], absent: int = 0) -> None:
         chosen = [one for one in bucket.pending if belongs(one)]
         bucket.pending = [one for one in bucket.pending if not belongs(one)]
-        self._apply(bucket, merge(chosen, self.config.reduction))
+        self._apply(bucket, merge(chosen, self.config.reduction, absent))
 
     def _verdict(self, bucket: Bucket, now: float) -> str:
         policy = self.config.policy
