@@ -48,7 +48,9 @@ class RowBlock:
 
     def __init__(self, ids: NDArray[np.int64], values: Tensor, state: State, versions: NDArray[np.int64]) -> None:
         self._ids, self._values, self._state, self._versions = ids, values, state, versions
-        self._places = {int(one): place for place, one in enumerate(ids)}
+        self._count = len(ids)
+        self._order = np.argsort(ids, kind="stable")
+        """The places of the rows, by ascending ids."""
 
     @classmethod
     def empty(cls, spec: TableSpec, optimizer: Optimizer) -> RowBlock:
@@ -58,40 +60,45 @@ class RowBlock:
     @property
     def ids(self) -> NDArray[np.int64]:
         """The ids (n,) in the order in which rows came."""
-        return self._ids[: len(self._places)]
+        return self._ids[: self._count]
 
     @property
     def values(self) -> Tensor:
         """The values (n, width), fp32, to write to in place."""
-        return self._values[: len(self._places)]
+        return self._values[: self._count]
 
     @property
     def state(self) -> State:
         """The optimizer's state of each row, to write to in place."""
-        return {slot: tensor[: len(self._places)] for slot, tensor in self._state.items()}
+        return {slot: tensor[: self._count] for slot, tensor in self._state.items()}
 
     @property
     def versions(self) -> NDArray[np.int64]:
         """The bucket's version (n,) at the last change of each row, to write to in place."""
-        return self._versions[: len(self._places)]
+        return self._versions[: self._count]
 
     def places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Find the rows with these ids; -1 for those that are not there."""
-        return np.array([self._places.get(one, -1) for one in ids.tolist()], np.int64)
+        if not self._count:
+            return np.full(len(ids), -1, np.int64)
+        near = np.searchsorted(self.ids, ids, sorter=self._order)
+        places = self._order[np.minimum(near, self._count - 1)]
+        return np.where(self._ids[places] == ids, places, -1)
 
     def add(self, ids: NDArray[np.int64], spec: TableSpec, optimizer: Optimizer) -> None:
         """Make the rows of ``ids`` that are not there yet."""
         new = ids[self.places(ids) < 0]
         if not len(new):
             return
-        start, stop = len(self._places), len(self._places) + len(new)
+        start, stop = self._count, self._count + len(new)
         if stop > len(self._ids):
             self._grow(max(stop, 2 * len(self._ids)))
-        self._places.update(zip(new.tolist(), range(start, stop), strict=True))
         first = spec.first_rows(new)
         self._ids[start:stop], self._versions[start:stop], self._values[start:stop] = new, 0, first
         for slot, tensor in optimizer.new_state(first).items():
             self._state[slot][start:stop] = tensor
+        self._count = stop
+        self._order = np.argsort(self.ids, kind="stable")
 
     def _grow(self, rows: int) -> None:
         def longer(tensor: Tensor) -> Tensor:

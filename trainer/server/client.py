@@ -7,7 +7,8 @@ none came, whether or not the request was applied.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import NotHeldError, NotJoinedError, ServerError, ServerRefusedError, ShardUnreachableError
+from . import placement as placement_module
 from .messages import (
     Ack,
     Advance,
@@ -33,7 +35,7 @@ from .messages import (
     Request,
 )
 from .payloads import CodecConfig, ErrorFeedback, Payload, decode, encode, is_finite
-from .placement import BUCKETS, Placement, bucket_of_piece, buckets_of_rows
+from .placement import Placement, bucket_of_piece, buckets_of_rows
 from .schema import Schema
 
 Call = Callable[[str, Request], Reply]
@@ -62,6 +64,8 @@ class _Sent:
     rate: float | None
     unit: int | None = None
     is_acknowledged: bool = False
+    is_shared: bool = True
+    """Its memory is the caller's, who may write to it once the push has returned."""
 
 
 class ServerClient:
@@ -97,8 +101,10 @@ class ServerClient:
         self._call_once, self._ask_placement, self._wait = call, placement, wait
         self._placement = placement()
         self._joined_at = 0
-        self._counts = [0] * BUCKETS
+        self._buckets = schema.buckets()
+        self._counts = np.zeros(placement_module.BUCKETS, np.int64)
         self._log: dict[int, list[_Sent]] = {}
+        self._new: list[_Sent] = []
         self._versions: dict[int, int] = {}
         self._pieces: dict[int, list[PieceKey]] = {}
         for spec in schema.tensors:
@@ -155,8 +161,11 @@ class ServerClient:
         Raises:
             ServerRefusedError: a value is not finite, or a shape is not the server's; nothing counts.
         """
-        self.begin_push(tensors, rows, weight=weight, rate=rate)
-        self.flush()
+        self._prepare(tensors, rows or {}, weight, rate)
+        try:
+            self.flush()
+        finally:
+            self._own_kept()
 
     def begin_push(
         self,
@@ -166,34 +175,56 @@ class ServerClient:
         weight: float = 1.0,
         rate: float | None = None,
     ) -> None:
-        """Keep gradients for the next ``flush``."""
-        self._check_finite(tensors, rows or {})
+        """Keep a copy of gradients for the next ``flush``."""
+        self._prepare(tensors, rows or {}, weight, rate)
+        self._own_kept()
+
+    def _prepare(
+        self,
+        tensors: Mapping[str, Tensor],
+        rows: Mapping[str, tuple[NDArray[np.int64], Tensor]],
+        weight: float,
+        rate: float | None,
+    ) -> None:
+        """Cut gradients into parts, which share the memory of fp32 ones until ``_own_kept``."""
+        self._check_finite(tensors, rows)
         pieces: dict[int, dict[PieceKey, Payload]] = {}
         for name, tensor in tensors.items():
             for key, flat in self._cut(name, tensor):
                 payload = self.feedback.encode(f"{key[1]} {name}", flat)
-                pieces.setdefault(bucket_of_piece(*key), {})[key] = _kept(payload)
+                pieces.setdefault(bucket_of_piece(*key), {})[key] = payload
         by_bucket: dict[int, dict[str, tuple[NDArray[np.int64], Payload]]] = {}
-        for table, (ids, gradients) in (rows or {}).items():
+        for table, (ids, gradients) in rows.items():
             distinct, places = np.unique(ids, return_inverse=True)
             total = torch.zeros(len(distinct), gradients.shape[1]).index_add_(0, torch.from_numpy(places), gradients)
             numbers = buckets_of_rows(table, distinct)
             codec = self._config.push if self._config.push.codec in ("fp32", "bf16") else CodecConfig()
-            for number in np.unique(numbers).tolist():
-                at = numbers == number
-                payload = encode(total[torch.from_numpy(at)], codec)
-                by_bucket.setdefault(number, {})[table] = distinct[at], payload
+            order = np.argsort(numbers, kind="stable")
+            numbers, distinct, total = numbers[order], distinct[order], total[torch.from_numpy(order)]
+            edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+            for start, stop in pairwise(edges if len(numbers) else ()):
+                payload = encode(total[start:stop], codec)
+                by_bucket.setdefault(int(numbers[start]), {})[table] = distinct[start:stop], payload
         for number in sorted({*pieces, *by_bucket}):
             self._counts[number] += 1
             part = Part(
                 bucket=number,
-                sequence=self._counts[number],
+                sequence=int(self._counts[number]),
                 base=max(0, self._versions.get(number, 0)),
                 pieces=pieces.get(number, {}),
                 rows=by_bucket.get(number, {}),
             )
             sent = _Sent(part=part, step=self.clock, weight=weight, rate=rate, unit=self.unit)
             self._log.setdefault(number, []).append(sent)
+            self._new.append(sent)
+
+    def _own_kept(self) -> None:
+        """Copy what is kept of memory that the caller may write to; a part that cannot be lost by now needs no copy."""
+        for one in self._new:
+            if one.is_shared:
+                pieces = {key: _own(payload) for key, payload in one.part.pieces.items()}
+                one.part, one.is_shared = replace(one.part, pieces=pieces), False
+        self._new = []
 
     def flush(self) -> None:
         """Send what does not count yet, until all does."""
@@ -246,7 +277,7 @@ class ServerClient:
                 continue
             for (name, index), payload in reply.pieces.items():
                 start = index * self._schema.tensor(name).piece
-                self.tensors[name][start : start + payload.shape[0]] = decode(payload)
+                self.tensors[name][start : start + payload.shape[0]] = decode(payload, checks_values=False)
             self._versions.update(reply.versions)
             todo.difference_update(numbers)
         return {spec.name: self.tensors[spec.name].view(spec.shape) for spec in self._schema.tensors}
@@ -259,8 +290,7 @@ class ServerClient:
         left = np.ones(len(distinct), bool)
         while left.any():
             shard = self._placement.shard_of(int(numbers[left][0]))
-            of_shard = [self._placement.shard_of(number) == shard for number in numbers.tolist()]
-            at = np.flatnonzero(left & np.array(of_shard))
+            at = np.flatnonzero(left & self._placement.holds(shard, numbers))
             known = np.full(len(at), -1, np.int64)
             request = Pull(
                 header=self._header,
@@ -270,7 +300,7 @@ class ServerClient:
             )
             reply = self._pull(shard, request)
             if reply is not None:
-                values[torch.from_numpy(at)] = decode(reply.rows[table][2])
+                values[torch.from_numpy(at)] = decode(reply.rows[table][2], checks_values=False)
                 left[at] = False
         return values[torch.from_numpy(places)]
 
@@ -317,12 +347,14 @@ class ServerClient:
         if ack.outcome == "moved":
             return
         self._set_back(number, ack.sequence)
+        for one in self._log[number]:
+            one.is_shared &= one.part.sequence > ack.durable
         self._log[number] = [one for one in self._log[number] if one.part.sequence > ack.durable]
 
     def _set_back(self, number: int, last: int) -> None:
         """Take a shard's word that ``last`` is the last part that it has of a bucket."""
         sent = self._log.get(number, [])
-        first = sent[0].part.sequence if sent else self._counts[number] + 1
+        first = sent[0].part.sequence if sent else int(self._counts[number]) + 1
         if last + 1 < first:
             raise ServerError(
                 f"worker {self._header.worker!r}: bucket {number} was restored to push {last} of this worker, which "
@@ -333,18 +365,17 @@ class ServerClient:
 
     def send_clock(self) -> None:
         """Tell all shards the clock, and send again what they lack; needed where a shard came back from the past."""
-        left = set(range(BUCKETS))
-        while left:
+        left = self._buckets
+        while len(left):
             self.flush()
-            by_shard: dict[str, dict[int, int]] = {}
-            for number in left:
-                by_shard.setdefault(self._placement.shard_of(number), {})[number] = self._counts[number]
-            for shard, counts in by_shard.items():
-                reply = self._call(shard, Advance(header=self._header, clock=self.clock, counts=counts))
+            for shard, numbers in self._placement.split(left).items():
+                request = Advance(header=self._header, clock=self.clock, buckets=numbers, counts=self._counts[numbers])
+                reply = self._call(shard, request)
                 assert isinstance(reply, Advanced)
                 for number, last in reply.behind.items():
                     self._set_back(number, last)
-                left.difference_update(set(counts) - set(reply.behind) - set(reply.moved))
+                again = np.array([*reply.behind, *reply.moved], np.int64)
+                left = np.setdiff1d(left, np.setdiff1d(numbers, again))
                 if reply.moved:
                     self._find_moved()
 
@@ -389,7 +420,7 @@ def _gone(request: Request) -> Reply:
     if isinstance(request, Push):
         return Pushed(acks={part.bucket: Ack(outcome="moved") for part in request.parts})
     if isinstance(request, Advance):
-        return Advanced(behind={}, moved=tuple(request.counts))
+        return Advanced(behind={}, moved=tuple(request.buckets.tolist()))
     if isinstance(request, Pull):
         rows = [number for table, (ids, _) in request.rows.items() for number in buckets_of_rows(table, ids).tolist()]
         return Pulled(moved=(*request.buckets, *rows))
@@ -398,8 +429,8 @@ def _gone(request: Request) -> Reply:
     raise NotHeldError("the shard of these pieces is gone")
 
 
-def _kept(payload: Payload) -> Payload:
-    """Copy what the caller may write to before the part counts."""
+def _own(payload: Payload) -> Payload:
+    """Copy a payload that shares the memory of gradients."""
     if payload.codec != "fp32":
         return payload
     return Payload(codec=payload.codec, shape=payload.shape, data=payload.data.copy())

@@ -71,17 +71,26 @@ class Shard:
     """Some of the buckets of a run. All mutable state: the buckets, the members, and which sequences are durable.
 
     ``members`` are the workers that others may have to wait for, with their incarnations and the clocks at which they
-    joined. ``fenced`` are the incarnations of workers that were forgotten.
+    joined. ``fenced`` are the incarnations of workers that were forgotten. Of ``buckets`` those are held that can hold
+    something. With ``shares_memory`` a reply shares the memory of values until the next request, which is right only
+    where the transport has copied it by then.
     """
 
     def __init__(
-        self, name: str, config: ServerConfig, buckets: Collection[int] = (), *, is_replicated: bool = False
+        self,
+        name: str,
+        config: ServerConfig,
+        buckets: Collection[int] = (),
+        *,
+        is_replicated: bool = False,
+        shares_memory: bool = False,
     ) -> None:
         self.name, self.config = name, config
-        self.buckets = {number: Bucket(number) for number in sorted(buckets)}
+        used = config.schema.buckets().tolist()
+        self.buckets = {number: Bucket(number) for number in sorted(set(buckets) & set(used))}
         self.members: dict[str, tuple[int, int]] = {}
         self.fenced: dict[str, int] = {}
-        self._is_replicated = is_replicated
+        self._is_replicated, self._shares_memory = is_replicated, shares_memory
         self._durable: dict[tuple[int, str], tuple[int, int]] = {}
         self._specs: dict[str, TableSpec] = {spec.name: spec for spec in config.schema.tables}
 
@@ -323,7 +332,7 @@ class Shard:
         worker, incarnation = request.header.worker, request.header.incarnation
         behind: dict[int, int] = {}
         moved: list[int] = []
-        for number, count in request.counts.items():
+        for number, count in zip(request.buckets.tolist(), request.counts.tolist(), strict=True):
             bucket = self.buckets.get(number)
             if bucket is None:
                 moved.append(number)
@@ -385,11 +394,12 @@ class Shard:
                 )
         if slow:
             return Pulled(waiting_for=tuple(sorted(slow)))
+        is_shared = self._shares_memory or request.codec.codec != "fp32"
         newer = [number for number, known in request.buckets.items() if self.buckets[number].version != known]
         return Pulled(
             versions={number: self.buckets[number].version for number in newer},
             pieces={
-                key: encode(piece.values[0].clone(), request.codec)
+                key: encode(piece.values[0] if is_shared else piece.values[0].clone(), request.codec)
                 for number in newer
                 for key, piece in self.buckets[number].pieces.items()
             },
@@ -466,6 +476,13 @@ class Shard:
                 self._admit(bucket, worker)
         self.confirm(bucket.number, bucket.sequences)
         return bucket.number
+
+    def hold_empty(self, numbers: Collection[int]) -> None:
+        """Hold buckets that have nothing yet."""
+        for number in numbers:
+            self.buckets[number] = Bucket(number)
+            for worker in self.members:
+                self._admit(self.buckets[number], worker)
 
     def release(self, number: int) -> bytes:
         """Stop holding a bucket, and return its snapshot."""
