@@ -75,6 +75,8 @@ class RunCoordinator:
         """Call a method of the coordinator by name; shards have heard of what it changed when this returns."""
         try:
             self._check(token)
+            if name == "begin":  # what its last incarnation waited for is over
+                self._coordinator.report(values[0], {"waits_for_checkpoint": 0.0})
             if name in _TIMED:
                 reply = getattr(self._coordinator, name)(*values, time.time())
             elif name in _UNTIMED:
@@ -125,6 +127,7 @@ class RunCoordinator:
         except PenstockError as exc:
             return Refused.of(exc)
         return {
+            "pid": os.getpid(),
             "start": self._start,
             "epoch": one.epoch,
             "consumed": one.consumed,

@@ -7,7 +7,6 @@ Workers that die it replaces itself. It holds no state of the run: if it dies, t
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -143,6 +142,7 @@ class _Run:
         self._coordinator: Any = None
         self._workers: dict[str, Any] = {}
         self._running: dict[Any, str] = {}
+        self._pids: dict[Any, str] = {}
         self._deaths: dict[str, tuple[int, int]] = {}  # since how many consumed batches, and how often
         self._standing = Standing(recipe, setup.plan, output)
         self._restarted: list[str] = []
@@ -248,7 +248,7 @@ class _Run:
         settings = worker_actor.WorkerSettings(
             name=name,
             recipe=self._recipe.describe(),
-            folder=os.getcwd(),
+            folder=str(Path.cwd()),
             token=self._token,
             silence_s=self._recipe.trainer.server.silence_s,
         )
@@ -256,6 +256,7 @@ class _Run:
         options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
         actor = worker_actor.make_actor_class().options(**options).remote(settings)
         self._workers[name] = actor
+        self._pids[actor.pid.remote()] = name
         self._running[actor.run.remote()] = name
 
     # Watching
@@ -270,6 +271,12 @@ class _Run:
                     wait_for(one, name, timeout_s=_ANSWER_S)
                 except ShardUnreachableError as exc:
                     self._replace(name, exc)
+        if self._pids:
+            done, _ = self._ray.wait(list(self._pids), num_returns=len(self._pids), timeout=0)
+            for one in done:
+                name = self._pids.pop(one)
+                with suppress(ShardUnreachableError):
+                    self._standing.pids[name] = wait_for(one, name, timeout_s=_ANSWER_S)
         return not self._running
 
     def _replace(self, name: str, error: ShardUnreachableError) -> None:

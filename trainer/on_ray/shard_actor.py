@@ -7,6 +7,7 @@ of other shards, and writing a checkpoint. So two shards that copy to each other
 from __future__ import annotations
 
 import hmac
+import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -167,6 +168,7 @@ class ParameterShard:
         values = sum(piece.values.numel() for bucket in buckets for piece in bucket.pieces.values())
         rows = sum(len(block.ids) for bucket in buckets for block in bucket.tables.values())
         return {
+            "pid": os.getpid(),
             "start": self._start,
             "restored_from": self._restored_from,
             "buckets": len(own.buckets),

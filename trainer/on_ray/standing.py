@@ -21,6 +21,8 @@ class Standing:
 
     def __init__(self, recipe: Recipe, plan: DataPlan, folder: Path) -> None:
         self.saved_step: int | None = None
+        self.pids: dict[str, int] = {}
+        """The processes of workers, by name."""
         self._policy, self._plan, self._folder = recipe.trainer.server.policy, plan, folder
         self._shards: dict[str, Mapping[str, Any]] = {}
         self._silent: set[str] = set()
@@ -99,6 +101,7 @@ class Standing:
         workers = [
             WorkerStatus(
                 name=name,
+                pid=self.pids.get(name, 0),
                 clock=clocks.get(name),
                 behind=fastest - clocks.get(name, fastest),
                 waits_for=sorted(waiting.get(name, ())),
@@ -114,7 +117,10 @@ class Standing:
                 name=name,
                 is_answering=name not in self._silent,
                 starts=self._starts[name],
-                **{key: numbers[key] for key in ("version", "values", "rows", "requests", "bytes_in", "bytes_out")},
+                **{
+                    key: numbers[key]
+                    for key in ("pid", "version", "values", "rows", "requests", "bytes_in", "bytes_out")
+                },
             )
             for name, numbers in sorted(self._shards.items())
         ]
@@ -131,6 +137,7 @@ class Standing:
             total_batches=self._plan.units,
             metrics=run.get("metrics", {}),
             saved_step=self.saved_step,
+            coordinator_pid=int(run.get("pid", 0)),
             shards=shards,
             workers=workers,
         )
