@@ -73,6 +73,7 @@ def open_cluster(
                 "include_dashboard": False,
                 "object_store_memory": store_bytes,
                 "_temp_dir": folder,
+                "_node_ip_address": "127.0.0.1",  # nobody else shall reach it
             }
         else:
             _check_reachable(address)

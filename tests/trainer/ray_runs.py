@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from served_runs import MODULE
 from started_process import started_process
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.storage import open_store
 from penstock.trainer.server import snapshots
@@ -33,7 +33,7 @@ use = "torch.optim:SGD"
 args = {{ lr = 1.0 }}
 
 [loss]
-use = "ray_runs:count_slowly"
+use = "slow_counting:count_slowly"
 
 [data]
 use = "{MODULE}:make_batches"
@@ -51,12 +51,8 @@ dtype = "fp32"
 """
 
 
-def count_slowly(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    time.sleep(0.05)
-    return model.counts[batch["place"]], 1  # type: ignore[index, return-value]
-
-
-def start(folder: Path, *options: str, address: str | None = None) -> AbstractContextManager[subprocess.Popen[str]]:
+@contextmanager
+def start(folder: Path, *options: str, address: str | None = None) -> Iterator[subprocess.Popen[str]]:
     """Start a run of the recipe in a process; its messages go to ``folder``/log."""
     folder.mkdir(exist_ok=True)
     recipe = folder / "recipe.toml"
@@ -64,13 +60,12 @@ def start(folder: Path, *options: str, address: str | None = None) -> AbstractCo
     where = [] if address is None else [f"--address={address}"]
     command = [sys.executable, "-m", "penstock.trainer", str(recipe), "--ray", *where, *options]
     command += [f"--trainer.output_dir={folder / 'run'}"]
-    return started_process(
-        command,
-        env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-        cwd=HERE,
-        stdout=(folder / "log").open("a"),
-        stderr=subprocess.STDOUT,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    with (
+        (folder / "log").open("a") as log,
+        started_process(command, env=environment, cwd=HERE, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
+        yield process
 
 
 def standing(folder: Path) -> dict[str, Any]:

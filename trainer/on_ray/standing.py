@@ -44,7 +44,7 @@ class Standing:
     def is_filled(self, schema: Schema) -> bool:
         """Return whether the shards hold all dense values: the first worker gives them."""
         wanted = sum(spec.size for spec in schema.tensors)
-        return sum(numbers["values"] for numbers in self._shards.values()) == wanted
+        return bool(sum(numbers["values"] for numbers in self._shards.values()) == wanted)
 
     def step_of(self, state: Mapping[str, Any]) -> int:
         """The step of a coordinator's state."""
