@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from ..checkpoint.safetensors_file import write_safetensors
 from ..data.batches import move_batch
+from ..errors import CheckpointError
 from ..evaluation.metrics import MetricSums
 from ..evaluation.modes import in_evaluation
 from ..parallel.precision import compute_context
@@ -37,6 +40,23 @@ class Reader:
                 parameter.copy_(values[name])
         for table in find_tables(model).values():
             table.bind(self._client.pull_rows)
+
+
+def export(model: nn.Module, path: Path, step: int) -> None:
+    """Write a model's tensors to a safetensors file.
+
+    Raises:
+        CheckpointError: it cannot be written; then there is nothing of it.
+    """
+    partial = path.with_name(f"{path.name}.tmp")
+    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_safetensors(tensors, partial, {"format": "pt", "step": str(step), "weights": "model"})
+        partial.replace(path)
+    except (OSError, ValueError) as exc:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} cannot be written: {exc}; make room, or give another path") from exc
 
 
 def evaluate(recipe: Recipe, model: nn.Module, device: torch.device) -> Mapping[str, float]:

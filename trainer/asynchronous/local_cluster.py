@@ -107,6 +107,10 @@ class LocalCluster:
             if data:
                 yield number, data
 
-    def adopt(self, data: bytes, *, place: str, number: int) -> None:
-        """Hold the bucket of a snapshot, where it is placed."""
-        self.shards[self.coordinator.placement.shard_of(number)].adopt(data, place=place)
+    def adopt(self, data: bytes, *, place: str) -> None:
+        """Hold the bucket of a snapshot, where it is placed; ``place`` is where it came from."""
+        first = next(iter(self.shards.values()))
+        number = first.adopt(data, place=place)
+        target = self.shards[self.coordinator.placement.shard_of(number)]
+        if target is not first:
+            target.adopt(first.release(number), place=place)

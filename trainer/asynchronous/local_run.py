@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
+from ...storage.resolve import open_store
 from ...storage.threads.interruptible import Thread
 from ..errors import StallError, TrainerConfigError
 from ..recipes.recipe import Recipe
 from ..report.progress import Summary
+from ..server.checkpoints import find_newest
 from ..watch.stop_flag import StopFlag
 from .local_cluster import LocalCluster
-from .narrator import Narrator
-from .setup import prepare_run
+from .narrator import Narrator, View
+from .saved_runs import checkpoint_place, load, resume_setup, save
 from .worker import WorkerOptions, run_worker
 
 _TURN_S = 0.05
@@ -23,8 +25,11 @@ _PAUSE_S = 0.001  # a call costs microseconds here
 def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
     """Train with this many workers and shards in this process; returns when all batches are trained on.
 
+    A run whose folder has a checkpoint goes on from it, with these numbers of workers and shards.
+
     Raises:
         TrainerConfigError: the recipe, or the numbers, cannot work.
+        CheckpointError: the newest checkpoint is of another model, or none of them is whole.
         StallError: no batch counted for ``stall_timeout_s``.
         TrainerError: what a worker met; the others have ended by then.
     """
@@ -33,12 +38,23 @@ def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
             f"server.replicas={recipe.trainer.server.replicas} keeps values on another machine, and all shards of this "
             "run are in one process; use --ray, or server.replicas=1"
         )
-    setup = prepare_run(recipe, workers)
-    cluster = LocalCluster(setup, shards=shards, silence_s=recipe.trainer.server.silence_s)
+    every, keep = recipe.trainer.checkpoint.every_steps, recipe.trainer.checkpoint.keep_last
+    notes: list[str] = []
     with ExitStack() as stack:
+        store = stack.enter_context(closing(open_store(checkpoint_place(recipe)))) if every else None
+        saved = None if store is None else find_newest(store, notes.append)
+        setup = resume_setup(recipe, workers, saved)
+        cluster = LocalCluster(setup, shards=shards, silence_s=recipe.trainer.server.silence_s)
+        cluster.coordinator.expected = workers
+        if store is not None and saved is not None:
+            load(cluster, store, saved)
         narrator = stack.enter_context(Narrator(recipe, setup.plan))
         flag = stack.enter_context(StopFlag()) if threading.current_thread() is threading.main_thread() else None
-        narrator.begin(workers=workers, shards=shards, server=setup.server)
+        resumed = None if saved is None else View.of(cluster.coordinator)
+        narrator.begin(workers=workers, shards=shards, server=setup.server, resumed=resumed)
+        for text in notes:
+            narrator.note(text)
+        saved_step = cluster.coordinator.step
         crew = Crew(recipe, cluster, workers)
         stack.callback(crew.end)
         is_over = False
@@ -50,8 +66,16 @@ def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
             cluster.ask(lambda one, now: narrator.look(one))
             if problem := narrator.find_stall(recipe.trainer.stall_timeout_s):
                 raise StallError(problem)
+            if store is not None and (is_over or cluster.coordinator.step >= saved_step + every):
+                crew.raise_error()
+                started = time.monotonic()
+                saved_step = save(cluster, setup, store, keep=keep)
+                narrator.record("checkpoint", {"seconds": time.monotonic() - started, "state": "written"})
         crew.raise_error()
-        return narrator.end(cluster.coordinator, stopped_by="" if flag is None else flag.reason or "")
+        stopped_by = "" if flag is None else flag.reason or ""
+        view = View.of(cluster.coordinator)
+        resumes_at = view.step if stopped_by and store is not None else None
+        return narrator.finish(view, stopped_by=stopped_by, resumes_at=resumes_at)
 
 
 class Crew:

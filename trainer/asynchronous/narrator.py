@@ -91,6 +91,9 @@ class Narrator:
                 "dtype": self._recipe.trainer.precision.dtype,
             },
         )
+        if self._recipe.trainer.checkpoint.keep_best:
+            kept = self._recipe.trainer.checkpoint.keep_last
+            self.note(f"checkpoint.keep_best keeps nothing on a parameter server: the newest {kept} are kept")
 
     def note(self, text: str) -> None:
         """Tell a sentence for people to read."""
@@ -128,10 +131,6 @@ class Narrator:
             f"no batch was trained on for {silent_s:.0f} s (stall_timeout_s={limit_s:g}), and {self._progress[0]} of "
             f"{self._plan.units} are; look at what the workers wait for, or give a longer stall_timeout_s"
         )
-
-    def end(self, coordinator: Coordinator, *, stopped_by: str) -> Summary:
-        """Tell of the end, and sum the run up."""
-        return self.finish(View.of(coordinator), stopped_by=stopped_by)
 
     def finish(self, view: View, *, stopped_by: str, resumes_at: int | None = None) -> Summary:
         """Tell of the end of what ``view`` shows, and sum it up."""

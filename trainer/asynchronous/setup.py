@@ -99,6 +99,11 @@ def make_server_config(recipe: Recipe, model: nn.Module, *, run: str, token: str
                 f"{group.key} gives some parameters settings of their own, and servers step all of them alike; leave "
                 "it out, or use parallel.mode='allreduce'"
             )
+    if recipe.trainer.export is not None and find_tables(model):
+        raise TrainerConfigError(
+            f"export={recipe.trainer.export!r} writes parameters, and rows of a ServerEmbedding are none; leave export "
+            "out: checkpoints have them"
+        )
     dense, rows = find_optimizers(make_optimizer(recipe, model))
     return ServerConfig(
         run=run,
@@ -238,9 +243,10 @@ def _make_plan(recipe: Recipe, workers: int, batches: int, rows: int, saved: Map
     given = {"batches": batches, "rows": rows, "workers": workers, "span": 1 if in_rounds else trainer.server.lease}
     if saved is not None:
         given |= {name: saved[name] for name in ("workers", "span", "rows")}
+    has_tasks = recipe.evaluation is not None or trainer.export is not None
     units = [] if trainer.epochs is None else [trainer.epochs * batches]
     units += [] if trainer.steps is None else [trainer.steps * given["workers"]]
-    plan = DataPlan(**given, units=min(units), deals_in_rounds=in_rounds, evaluates=recipe.evaluation is not None)
+    plan = DataPlan(**given, units=min(units), deals_in_rounds=in_rounds, evaluates=has_tasks)
     if trainer.schedule.warmup_steps > plan.steps:
         raise TrainerConfigError(
             f"schedule.warmup_steps={trainer.schedule.warmup_steps} is more than the {plan.steps} steps of the run; "

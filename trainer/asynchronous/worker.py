@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +30,7 @@ from ..server.services import Begun, DataPlan, Services, Task
 from ..steps.loss import check_loss
 from ..steps.schedule import Schedule
 from .batches import LeasedBatch, LeasedBatches
-from .evaluating import Reader, evaluate
+from .evaluating import Reader, evaluate, export
 from .exchange import Exchange, Gradients
 from .setup import build_model, make_optimizer, make_schema, open_worker_data, opened, trained_parameters
 
@@ -147,7 +148,9 @@ class Worker:
         reader.load(self._model)
         if not self._tables:  # of these rows are read while it goes on
             self._services.proceed(self._name, begun.incarnation, task)
-        metrics = evaluate(self._recipe, self._model, self._device)
+        metrics = evaluate(self._recipe, self._model, self._device) if self._recipe.evaluation else {}
+        if task.is_last and self._recipe.trainer.export is not None:
+            export(self._model, Path(self._recipe.trainer.output_dir) / self._recipe.trainer.export, task.step)
         self._services.finish(self._name, begun.incarnation, task, metrics)
 
     def _client_config(self) -> ClientConfig:

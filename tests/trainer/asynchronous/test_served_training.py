@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 import served_runs
 import torch
+from safetensors.torch import load_file
 from served_runs import IDS, make_batches, recipe_of, squares
 from server_cluster import few_buckets
 
+from penstock.storage.resolve import open_store
 from penstock.trainer.asynchronous.evaluating import Reader
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
 from penstock.trainer.asynchronous.local_run import train_locally
+from penstock.trainer.asynchronous.saved_runs import checkpoint_place, save
 from penstock.trainer.asynchronous.setup import build_model, make_schema, prepare_run
 from penstock.trainer.asynchronous.worker import WorkerOptions, run_worker
-from penstock.trainer.errors import NonFiniteLossError, TrainerConfigError
+from penstock.trainer.errors import CheckpointMismatchError, NonFiniteLossError, TrainerConfigError
 from penstock.trainer.recipes.recipe import Recipe
 from penstock.trainer.server.client import ClientConfig
 from penstock.trainer.server.messages import Request
@@ -116,7 +119,7 @@ def test_each_batch_counts_once_under_every_policy(tmp_path: Path, clusters: lis
         assert float(-counts.sum()) == pytest.approx(sum(1 for _ in range(0, 40, 3)), abs=14)
 
 
-def tally(folder: Path, **server: object) -> Recipe:
+def tally(folder: Path, trainer: Mapping[str, Any] | None = None, **server: object) -> Recipe:
     return recipe_of(
         folder,
         batches=20,
@@ -124,7 +127,7 @@ def tally(folder: Path, **server: object) -> Recipe:
         model_args={"batches": 20},
         loss="count_once",
         optimizer={"use": "torch.optim:SGD", "args": {"lr": 1.0}},
-        trainer={"epochs": 2},
+        trainer={"epochs": 2, **(trainer or {})},
         **server,
     )
 
@@ -256,6 +259,62 @@ def test_steps_end_a_run_and_rates_follow_the_schedule(tmp_path: Path, clusters:
     expected = [0.05 * (step + 1) / 4 for step in range(4)] + [0.05 * (1 - step / 6) for step in range(6)]
     assert sorted(set(rates)) == pytest.approx(sorted(set(expected)))
     assert clusters[0].coordinator.consumed == 20
+
+
+def count_tally(recipe: Recipe, cluster: LocalCluster) -> list[float]:
+    return read_model(recipe, cluster)["counts"].tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_goes_on_from_a_checkpoint_that_was_taken_while_it_trained(
+    tmp_path: Path, clusters: list[LocalCluster], seed: int
+) -> None:
+    draws = Random(seed)
+    recipe = tally(tmp_path, policy=draws.choice(["asp", "ssp(2)"]), lease=draws.randint(1, 4))
+    setup = prepare_run(recipe, 2)
+    with closing(open_store(checkpoint_place(recipe))) as store:
+        cluster = LocalCluster(setup, shards=2, silence_s=30)
+        options = WorkerOptions(pause_s=0.001, seeds_steps=False)
+        threads = [
+            threading.Thread(target=run_worker, args=(recipe, f"worker-{number}", cluster, options))
+            for number in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        while cluster.coordinator.consumed < draws.randint(3, 12):
+            time.sleep(0.001)
+        save(cluster, setup, store, keep=2)
+        cluster.coordinator.stop()
+        for thread in threads:
+            thread.join(60)
+    again = tally(tmp_path, policy="asp", lease=9, trainer={"checkpoint": {"every_steps": 3}})
+    summary = train_locally(again, workers=3, shards=1)
+    assert summary.samples > 0
+    assert count_tally(recipe, clusters[-1]) == [-2.0] * 20
+    assert clusters[-1].coordinator.plan.span == recipe.trainer.server.lease
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {"resume", "checkpoint", "end"} <= set(kinds)
+
+
+def test_a_run_that_has_ended_has_nothing_left_to_do_and_exports_what_it_learnt(
+    tmp_path: Path, clusters: list[LocalCluster]
+) -> None:
+    trainer = {"checkpoint": {"every_steps": 100}, "export": "last.safetensors"}
+    recipe = recipe_of(tmp_path, policy="asp", trainer=trainer)
+    train_locally(recipe, workers=2, shards=2)
+    first = read_model(recipe, clusters[0])
+    train_locally(recipe, workers=2, shards=1)
+    second = read_model(recipe, clusters[1])
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    exported = load_file(tmp_path / "last.safetensors")
+    assert all(torch.equal(first[name], exported[name]) for name in first)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trainer = {"checkpoint": {"every_steps": 100}}
+    train_locally(recipe_of(tmp_path, trainer=trainer), workers=1, shards=1)
+    with pytest.raises(CheckpointMismatchError, match="is of another model"):
+        train_locally(recipe_of(tmp_path, model="TableNet", trainer=trainer), workers=1, shards=1)
 
 
 def test_bf16_trains(tmp_path: Path) -> None:
