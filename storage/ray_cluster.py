@@ -73,7 +73,6 @@ def open_cluster(
                 "include_dashboard": False,
                 "object_store_memory": store_bytes,
                 "_temp_dir": folder,
-                "_node_ip_address": "127.0.0.1",  # nobody else shall reach it
             }
         else:
             _check_reachable(address)
@@ -82,7 +81,10 @@ def open_cluster(
             ray.init(**options)
         except Exception as exc:  # Ray raises ConnectionError, RuntimeError, ValueError and its own
             where = "a new cluster here" if address == HERE else f"the cluster at {address}"
-            raise ClusterError(f"Ray does not reach {where}: {type(exc).__name__}: {exc}") from exc
+            raise ClusterError(
+                f"Ray does not reach {where}: {type(exc).__name__}: {exc}; if the cluster asks for a token, set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+            ) from exc
         for number, handler in handlers.items():  # Ray has set its own
             signal.signal(number, handler)
         yield ray

@@ -38,6 +38,7 @@ class CoordinatorSettings:
     identity: Identity
     weights: Mapping[str, float]
     silence_s: float
+    expected: int
     journal: str
     state: Mapping[str, Any] | None = None
 
@@ -56,6 +57,7 @@ class RunCoordinator:
             silence_s=settings.silence_s,
             write=self._write,
         )
+        self._coordinator.expected = settings.expected
         data = path.read_bytes() if path.exists() else b""
         length = self._coordinator.replay(data, time.time()) if data else 0
         self._file = path.open("r+b" if data else "wb")

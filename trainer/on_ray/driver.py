@@ -19,10 +19,10 @@ from ...storage.ray_cluster import HERE, open_cluster
 from ...storage.resolve import open_store
 from ...storage.store import Store
 from ..asynchronous.narrator import Narrator, View
-from ..asynchronous.setup import Setup, prepare_run
+from ..asynchronous.saved_runs import checkpoint_place, resume_setup
+from ..asynchronous.setup import Setup
 from ..errors import (
     CheckpointError,
-    CheckpointMismatchError,
     ServerError,
     ShardUnreachableError,
     StallError,
@@ -76,17 +76,13 @@ def train_on_ray(recipe: Recipe, options: RayOptions) -> Summary:
             f"server.replicas={recipe.trainer.server.replicas} needs as many shards, and there is "
             f"--shards={options.shards}; give --shards={recipe.trainer.server.replicas}"
         )
-    output = Path(recipe.trainer.output_dir).absolute()
-    given = recipe.trainer.checkpoint
-    place = given.folder if given.is_remote else str(output / given.folder)
-    place = f"{place.rstrip('/')}/servers"
-    if not given.is_remote:
-        Path(place).mkdir(parents=True, exist_ok=True)
+    output, place = Path(recipe.trainer.output_dir).absolute(), checkpoint_place(recipe)
     notes: list[str] = []
     store = open_store(place)
     try:
         saved = find_newest(store, notes.append)
-        setup = _prepare(recipe, options, saved)
+        setup = resume_setup(recipe, options.workers, saved)
+        setup = replace(setup, server=replace(setup.server, token=secrets.token_hex(16)))
         with ExitStack() as stack:
             flag = stack.enter_context(StopFlag())
             cpus = options.workers + options.shards
@@ -100,21 +96,6 @@ def train_on_ray(recipe: Recipe, options: RayOptions) -> Summary:
             return run.train()
     finally:
         store.close()
-
-
-def _prepare(recipe: Recipe, options: RayOptions, saved: SavedServer | None) -> Setup:
-    """Make what servers and coordinator are made from, as a checkpoint has it if there is one."""
-    if saved is None:
-        setup = prepare_run(recipe, options.workers)
-    else:
-        described = saved.run
-        setup = prepare_run(recipe, options.workers, run=described["run"], saved=described["coordinator"]["plan"])
-        if described["schema"] != setup.server.schema.digest:
-            raise CheckpointMismatchError(
-                f"the checkpoint of step {saved.step} is of another model: names, shapes or tables differ; use the "
-                "recipe that it was trained with, or another output_dir"
-            )
-    return replace(setup, server=replace(setup.server, token=secrets.token_hex(16)))
 
 
 class _Run:
@@ -214,6 +195,7 @@ class _Run:
                     identity=Identity(run=server.run, schema=server.schema.digest, token=self._token),
                     weights=self._weights,
                     silence_s=self._recipe.trainer.server.silence_s,
+                    expected=self._options.workers,
                     journal=str(journal),
                     state=None if saved is None else saved.run["coordinator"],
                 )
