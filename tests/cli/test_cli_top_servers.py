@@ -37,7 +37,9 @@ STATUS = ServersStatus(
     ],
     workers=[
         WorkerStatus(name="worker-000", clock=124, waits_for=["worker-001"], leases=1),
-        WorkerStatus(name="worker-001", clock=120, behind=4, starts=2, silent_s=3.0, numbers={"loss_sum": 1.5}),
+        WorkerStatus(
+            name="worker-001", clock=120, behind=4, waits_for=[], starts=2, silent_s=3.0, numbers={"loss_sum": 1.5}
+        ),
     ],
 )
 
