@@ -17,6 +17,7 @@ import tyro
 from ..loader.errors import ConfigError
 from ..loader.formats.detect import make_format
 from ..loader.formats.shard import ShardFormat
+from ..storage.ray_cluster import HERE
 from ..storage.suggestions import did_you_mean, listed
 from .screen import console as console
 from .screen import fact_table as fact_table
@@ -189,6 +190,17 @@ def parse_options(pairs: Sequence[str], option: str = "--storage-option") -> dic
             raise ConfigError(f"{option} number {number} is not of the form KEY=VALUE")
         options[key] = value
     return options
+
+
+def choose_cluster(ray: bool, address: str | None) -> str | None:
+    """The cluster that --ray and --address mean: an address, this machine's own, or none.
+
+    Raises:
+        ConfigError: there is an address, and no --ray.
+    """
+    if address is not None and not ray:
+        raise ConfigError("--address without --ray, which it is for; add that")
+    return (address or HERE) if ray else None
 
 
 def print_json(value: Any) -> None:

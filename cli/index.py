@@ -19,9 +19,20 @@ from ..loader.dataset.splits import ALL, find_split_folders
 from ..loader.errors import ConfigError
 from ..loader.order.costs.costs import CostValues
 from ..loader.reading.checksum import READ_THREADS, sum_chunks
+from ..loader.reading.spread_sums import sum_in_cluster
 from ..storage import PenstockError, open_store
 from ..tools.index_costs import CostExpression, index_costs, write_costs
-from .common import Flag, SourceArguments, console, fact_table, format_bytes, format_seconds, parse, print_json
+from .common import (
+    Flag,
+    SourceArguments,
+    choose_cluster,
+    console,
+    fact_table,
+    format_bytes,
+    format_seconds,
+    parse,
+    print_json,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +68,20 @@ class IndexArguments(SourceArguments):
     threads: int = INDEX_THREADS
     """Shards indexed in parallel."""
 
+    ray: Flag = False
+    """Read the data for checksums on a Ray cluster. If it is stopped, the same command goes on where it was."""
+
+    address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT|auto", help_behavior_hint="")] = None
+    """With --ray, the cluster; without it one is started on this machine."""
+
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(IndexArguments, "index", arguments)
     source, split, options = given.chosen_source(), given.chosen_split(), given.options()
     wanted = [CostExpression.parse(text) for text in given.cost]
+    cluster = choose_cluster(given.ray, given.address)
+    if cluster is not None and given.no_checksums:
+        raise ConfigError("--ray spreads the reading of all data for checksums, which --no-checksums leaves out")
     started = time.monotonic()
     with warnings.catch_warnings(), ExitStack() as lingering:
         warnings.simplefilter("ignore", StaleManifestWarning)  # this command repairs it
@@ -82,8 +102,11 @@ def run(arguments: Sequence[str]) -> int:
     elif not manifest.checks_all:
         # Summing holds whole chunks in memory, where indexing holds headers.
         saved = None if given.rebuild else _read_saved(manifest.url, options)
-        threads = min(given.threads, READ_THREADS)
-        manifest = sum_chunks(manifest, storage_options=options, threads=threads, saved=saved)
+        if cluster is not None:
+            manifest = sum_in_cluster(manifest, cluster, storage_options=options, saved=saved)
+        else:
+            threads = min(given.threads, READ_THREADS)
+            manifest = sum_chunks(manifest, storage_options=options, threads=threads, saved=saved)
     costs = {each: index_costs(manifest, each, storage_options=options) for each in wanted}
     written = None
     if not given.no_write:

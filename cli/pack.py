@@ -21,6 +21,7 @@ from .common import (
     SplitNames,
     StorageOptions,
     TokenType,
+    choose_cluster,
     console,
     fact_table,
     format_bytes,
@@ -55,6 +56,8 @@ class PackArguments:
     example:  penstock pack clicks.csv clicks/ --format parquet
 
     example:  penstock pack s3://bucket/tars/ s3://bucket/small/ --map my.code:shrink --processes 8
+
+    example:  penstock pack s3://bucket/tars/ s3://bucket/small/ --map my.code:shrink --ray --address 10.0.0.5:6379
 
     example:  penstock pack photos/ s3://bucket/secret/ --encrypt
 
@@ -139,6 +142,12 @@ class PackArguments:
     source_storage_option: StorageOptions = ()
     """Option of the source's store; repeatable."""
 
+    ray: Flag = False
+    """Run --map and --tokenizer on a Ray cluster; the bytes are the same."""
+
+    address: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT|auto", help_behavior_hint="")] = None
+    """With --ray, the cluster; without it one is started on this machine."""
+
     json: Flag = False
     """Print the result as JSON."""
 
@@ -154,6 +163,7 @@ def run(arguments: Sequence[str]) -> int:
         shard_bytes=int(given.shard_mib * (1 << 20)),
         map=None if given.map is None else import_function(given.map, "--map"),
         processes=given.processes,
+        cluster=choose_cluster(given.ray, given.address),
         source_format=_source_format(given),
         split=parse_split(given.split),
         follow_links=given.follow_links,

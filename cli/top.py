@@ -20,11 +20,13 @@ from ..trainer.errors import TrainerError
 from ..trainer.report.pages.run_log import find_log, read_last, read_run
 from ..trainer.report.pages.summary import describe_state
 from ..trainer.report.status.rank_status import FOLDER, RankStatus, Silence, find_failed, read_ranks
+from ..trainer.report.status.servers import read_servers
 from ..trainer.report.status.survey import Survey, survey
 from ..trainer.report.status.timelines import LONGEST_S, ask_for_timeline, take_parts, withdraw
 from .common import Flag, console, format_count, parse, print_json
 from .keys import Keys
 from .screen import shown
+from .top_servers import ServersView
 from .top_view import View, show_view
 
 _EVERY_S = 1.0
@@ -39,7 +41,7 @@ _PATIENCE_S = 15.0  # for ranks to notice a request, and to write their answer; 
 @dataclass(frozen=True, kw_only=True)
 class TopArguments:
     """Show the ranks of a training run live: rates, waits, phases, memory; who is slowest, what bounds it and what to
-    change.
+    change. Of a run over a parameter server, its shards and workers: versions, bytes, who is behind and who waits.
 
     Each rank writes a small file into the run's output_dir; where nodes share no disk, a node shows its own ranks.
     It waits for a run that has not begun, and shows it until its training ends. q or Ctrl-C ends the view, and the run
@@ -71,6 +73,10 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--seconds without --timeline, which it is for; add that")
     if given.timeline is not None:
         return _record_timeline(_find_run(path), Path(given.timeline), given.seconds)
+    servers = look_at_servers(path)
+    if servers is not None and (given.json or given.once or not sys.stdout.isatty()):
+        _show_servers(servers, as_json=given.json)
+        return 0
     if given.json:
         print_json(_describe(_find_run(path)))
         return 0
@@ -82,6 +88,23 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:  # the usual way to leave
         print()
     return 0
+
+
+def look_at_servers(folder: Path) -> ServersView | None:
+    """The view of a run over a parameter server; None if the newest run there is none."""
+    status = read_servers(folder)
+    if status is None or any(one.time > status.time for one in read_ranks(folder)):
+        return None
+    return ServersView(name=str(folder), status=status, now=time.time())
+
+
+def _show_servers(view: ServersView, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"running": not view.state, "state": view.state, "servers": asdict(view.status)})
+        return
+    screen = console()
+    for part in view.render(screen.width):
+        screen.print(part)
 
 
 def _find_run(path: Path) -> Path:
@@ -174,6 +197,13 @@ def _watch(path: Path) -> None:
     looker: Looker | None = None
     with Keys() as keys, Live(console=screen, auto_refresh=False, transient=False) as live:
         while True:
+            servers = look_at_servers(path)
+            if servers is not None:
+                hint = () if servers.is_over else (Text(""), Text(_LEAVING, style="dim"))
+                live.update(Group(*servers.render(screen.width), *hint), refresh=True)
+                if servers.is_over or "q" in keys.wait(_EVERY_S).lower():
+                    return
+                continue
             if looker is None and _has_begun(path):
                 looker = Looker(_find_run(path))
             if looker is None:

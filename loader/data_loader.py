@@ -446,6 +446,21 @@ class DistributedDataLoader(Generic[BatchT]):
         check_at_least("count", count, 0)
         self._run.skip(count)
 
+    def seek(self, epoch: int, batch: int) -> None:
+        """Go to a batch by its number in an epoch, for whoever is told which batches to take; reads nothing.
+
+        As after ``load_state_dict``, the next pass begins there. What was read ahead is kept where that is the next
+        batch anyway. Every rank must seek alike. An audit takes the logs of all loaders that seek for one: each batch
+        counts once, whoever got it, and what was handed out again is replayed.
+
+        Raises:
+            ConfigError: a number is negative or no integer, the epoch has fewer batches, or samples may be dropped or
+                packed, so that only reading tells where a batch begins.
+        """
+        check_at_least("epoch", epoch, 0)
+        check_at_least("batch", batch, 0)
+        self._run.seek(epoch, batch)
+
     def set_batch_size(self, batch_size: int) -> None:
         """From the next batch on, each rank's batches have ``batch_size`` samples: a warm-up of the batch size, say.
 

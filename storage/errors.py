@@ -73,3 +73,7 @@ class StoreTimeoutError(StoreUnavailableError):
 
 class CacheFullError(StorageError):
     """The disk under the cache is full or not writable, and no space can be freed."""
+
+
+class ClusterError(PenstockError):
+    """Ray is not installed, or its cluster cannot be reached or used; the message says which and what to do."""

@@ -31,7 +31,7 @@ ALSO_ALLOWED = {"penstock.trainer.__main__": {"loader"}, "penstock.loader.tools"
 FLOORS = {
     "storage": (
         {"errors", "process", "sizes", "store", "store_link", "suggestions", "threads"},
-        {"aws_profile", "checks", "hashing", "memory", "ranges", "urls"},
+        {"aws_profile", "checks", "hashing", "memory", "ranges", "ray_cluster", "urls"},
         {"files"},
         {"memory_store", "own_folder"},
         {"retrying"},
@@ -73,13 +73,15 @@ FLOORS = {
         {"options", "ranks", "reproducibility"},
         {"imports"},
         {"compression", "parallel", "watch"},
-        {"checkpoint", "data", "server"},
+        {"checkpoint", "data"},
+        {"server"},
         {"diloco", "evaluation", "steps"},
         {"report", "weights"},
         {"config"},
         {"recipes", "run"},
-        {"parts"},
+        {"asynchronous", "parts"},
         {"trainer"},
+        {"on_ray"},
         {"__main__"},
     ),
 }

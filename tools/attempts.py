@@ -55,6 +55,30 @@ def _without_peers(group: Sequence[Log]) -> list[Log]:
     return list(kept.values())
 
 
+def join_dealt(logs: Sequence[Log]) -> tuple[list[Log], list[Delivered]]:
+    """Join the logs of loaders whose batches were dealt out to one of all batches in order; and what came again.
+
+    Who died with a batch has logged it, and so has whoever got it afterwards: it counts once.
+    """
+    dealt = [log for log in logs if log.is_dealt]
+    if not dealt:
+        return list(logs), []
+    counted: dict[tuple[int, int, int, bytes], Delivered] = {}
+    again: list[Delivered] = []
+    for log in sorted(dealt, key=lambda log: int(log.header["started_ns"])):
+        for record in log.records:
+            key = record.epoch, record.start, record.stop, record.ids.tobytes()
+            if key in counted:
+                again.append(record)
+            else:
+                counted[key] = record
+    first = min(dealt, key=lambda log: int(log.header["started_ns"]))
+    header = {**first.header, "rank": 0, "world_size": 1}
+    records = [counted[key] for key in sorted(counted)]
+    sizes = [size for log in dealt for size in log.sizes]
+    return [*(log for log in logs if not log.is_dealt), Log(header, records, sizes)], again
+
+
 def settle(groups: Sequence[Sequence[Log]]) -> tuple[list[Standing], list[Delivered]]:
     """The records that count, and those that were handed out again: by their own rank, or by a later attempt's ranks.
 

@@ -20,7 +20,7 @@ from ..loader.errors import DatasetError
 from ..loader.order.distinct import distinct
 from ..loader.pipeline.delivery_log import SUFFIX
 from ..storage.files import in_home
-from .attempts import settle, sort_attempts, split_passes
+from .attempts import join_dealt, settle, sort_attempts, split_passes
 from .coverage import Standing, count_lost, refuse_other_order
 from .delivery_records import Delivered, Log, read_log
 from .members import Members, read_members
@@ -109,9 +109,11 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     if any(log.header.get(name) != started[0].header.get(name) for log in started for name in ("subset", "members")):
         raise DatasetError(f"{os.fspath(folder)}: logs of several subsets; use one audit_dir= for each")
     members = read_members(started[0].header)
-    groups = sort_attempts(started)
+    joined, dealt_again = join_dealt(started)
+    groups = sort_attempts(joined)
     attempts = _list_attempts(groups)
     standing, replayed = settle(groups)
+    replayed += dealt_again
     lost = count_lost(standing)
     counted = [each.record for each in standing]
     by_epoch, again = _by_epoch(counted), _by_epoch(replayed)
@@ -190,9 +192,11 @@ def _audit_mixture(folder: str | os.PathLike[str], logs: Sequence[Log]) -> Audit
             )
             for record in log.records
         ]
-    groups = sort_attempts(logs)
+    joined, dealt_again = join_dealt(logs)
+    groups = sort_attempts(joined)
     attempts = _list_attempts(groups)
     standing, replayed = settle(groups)
+    replayed += dealt_again
     counted = [each.record for each in standing]
     skips: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for record in counted:

@@ -20,6 +20,7 @@ from ..loader.pipeline.delivery_log import (
     LOAD_MAGIC,
     MAGIC,
     REPLACE_MAGIC,
+    SEEK_MAGIC,
     SIZE_MAGIC,
     SKIP_MAGIC,
 )
@@ -27,7 +28,7 @@ from ..loader.pipeline.delivery_log import (
 _MOST_SAMPLES = 1 << 60  # as in a manifest
 # Of the words that follow; None: any number.
 _ANY = dict.fromkeys((MAGIC, FILTER_MAGIC, END_MAGIC, BAD_MAGIC, REPLACE_MAGIC))
-_COUNTS: dict[int, int | None] = {**_ANY, SKIP_MAGIC: 0, DROP_MAGIC: 0, LOAD_MAGIC: 0, SIZE_MAGIC: 1}
+_COUNTS: dict[int, int | None] = {**_ANY, SKIP_MAGIC: 0, DROP_MAGIC: 0, LOAD_MAGIC: 0, SEEK_MAGIC: 0, SIZE_MAGIC: 1}
 _HEADER = {"fingerprint": str, "num_samples": int, "rank": int, "world_size": int, "started_ns": int, "launch": str}
 
 
@@ -55,13 +56,15 @@ class Delivered:
 class Log:
     """One file's header and records; ``sizes``: changes of the batch size, as (epoch, position, samples).
 
-    ``loads``: the states that were loaded in between, as (records before it, epoch, position).
+    ``loads``: the states that were loaded in between, as (records before it, epoch, position). ``is_dealt``: batches
+    were sought, one of many logs of a run whose batches are dealt out.
     """
 
     header: dict[str, Any]
     records: list[Delivered]
     sizes: list[tuple[int, int, int]]
     loads: list[tuple[int, int, int]] = field(default_factory=list)
+    is_dealt: bool = False
 
 
 def read_log(path: Path) -> Log | None:
@@ -82,6 +85,7 @@ def read_log(path: Path) -> Log | None:
     records: list[Delivered] = []
     sizes = []
     loads = []
+    is_dealt = False
     at = 0
     while at + 5 <= len(words):
         magic, epoch, start, stop, count = words[at : at + 5].tolist()
@@ -100,6 +104,8 @@ def read_log(path: Path) -> Log | None:
             raise DatasetError(f"{path}: damaged at byte {len(head) + 1 + 8 * at}; the record is not a possible batch")
         if is_size:
             sizes.append((epoch, start, int(ids[0])))
+        elif magic == SEEK_MAGIC:
+            is_dealt = True
         elif magic == LOAD_MAGIC:
             loads.append((len(records), epoch, start))
         elif magic == REPLACE_MAGIC:
@@ -127,7 +133,7 @@ def read_log(path: Path) -> Log | None:
             kind = magic == SKIP_MAGIC, magic == DROP_MAGIC, "may_drop" in header, "is_packed" in header
             records.append(Delivered(epoch, start, stop, ids, *kind))
         at += 5 + count
-    return Log(header, records, sizes, loads)
+    return Log(header, records, sizes, loads, is_dealt)
 
 
 def _any_outside(ids: IntArray, num_samples: int) -> bool:

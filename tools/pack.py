@@ -184,6 +184,7 @@ def pack(
     progress: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     source_storage_options: Mapping[str, Any] | None = None,
+    cluster: str | None = None,
 ) -> PackSummary:
     """Write a data set, a folder, tables or an iterable of samples as shards of about ``shard_bytes``, and a manifest.
 
@@ -203,7 +204,8 @@ def pack(
     names. The names are kept in the manifest: ``loader.dataset.classes``.
 
     ``map`` turns a sample into one, several or, with None, none. With ``processes`` it and ``tokenizer`` run in so many
-    of them; what is written is the same. ``seq_len``, ``dtype``, ``tokenizer`` and ``field`` (the field that holds text
+    of them, and with ``cluster`` on the Ray cluster at that address ("here": one that is started on this machine); what
+    is written is the same. ``seq_len``, ``dtype``, ``tokenizer`` and ``field`` (the field that holds text
     or integers) apply to tokens only. A tokenizer is what ``Packing`` takes, whose texts are encoded many at a time, or
     a function from one text to its tokens. With ``checksums`` the manifest has one per chunk, which readers verify.
 
@@ -217,6 +219,8 @@ def pack(
     """
     if processes < 0:
         raise ConfigError(f"processes={processes}: needs 0 or more")
+    if cluster is not None:
+        _check_spread(processes, is_work=map is not None or tokenizer is not None)
     job = _Job(
         format=format, shard_bytes=shard_bytes, seq_len=seq_len, dtype=dtype, tokenizer=tokenizer, field=field, map=map,
         checksums=checksums, classes=read_classes(classes, storage_options),
@@ -241,7 +245,7 @@ def pack(
             split=split,
             options=options,
             progress=progress,
-            group=1 if processes == 0 else 64,
+            group=1 if processes == 0 and cluster is None else 64,
             replaced=url if overwrite else None,
         )
     try:
@@ -261,7 +265,8 @@ def pack(
                 begin = (0, 0) if target.cursor is None else (target.cursor.piece, target.cursor.number)
                 transform = job.transform(writer, opened)
                 batches = opened.batches(begin[0])
-                with closing(transformed(batches, transform, processes, first=before, begin=begin)) as parts:
+                parts = transformed(batches, transform, processes, first=before, begin=begin, cluster=cluster)
+                with closing(parts):
                     target.put_all(_cut(writer, parts, target.cursor, advance))
             if not target.written:
                 raise DatasetError(f"{url}: the source has no samples; nothing was packed")
@@ -283,6 +288,13 @@ def pack(
         notes=(*opened.notes, *writer.notes(), *_note_of_classes(opened.classes, manifest)),
         kept_shards=kept,
     )
+
+
+def _check_spread(processes: int, *, is_work: bool) -> None:
+    if processes:
+        raise ConfigError(f"processes={processes}, and a cluster in their place: give one of them")
+    if not is_work:
+        raise ConfigError("a cluster takes over the work of map= and tokenizer=, and neither is given; pack without it")
 
 
 def _note_of_classes(classes: Sequence[str], manifest: Manifest) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ from .report.records import TemporaryObserverError as TemporaryObserverError
 from .report.records import TrainRecord as TrainRecord
 from .report.tracing import ProfileConfig as ProfileConfig
 from .reproducibility import seed_all as seed_all
+from .server.config import ParameterServerConfig as ParameterServerConfig
+from .server.embedding import ServerEmbedding as ServerEmbedding
 from .steps.loss import LossFunction as LossFunction
 from .steps.schedule import ScheduleConfig as ScheduleConfig
 from .steps.step import StepConfig as StepConfig

@@ -15,12 +15,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..storage.errors import PenstockError
 from ..storage.process import replace_closed_outputs
+from ..storage.ray_cluster import HERE
 from .errors import RecipeError, StallError
 from .evaluation.evaluate import Evaluation
 from .parallel.config import open_mesh
 from .ranks.mesh import Mesh
 from .ranks.world import World, close_world, open_world
-from .recipes.command_line import read_command
+from .recipes.command_line import Command, read_command
 from .recipes.parameter_groups import freeze_parameters
 from .recipes.plan import print_plan
 from .recipes.recipe import Component, Recipe, format_toml
@@ -46,6 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recipe.check()
             if not command.plan and (command.ranks != 1 or command.memory is not None):
                 raise RecipeError("--ranks and --memory say what --plan plans for; add --plan, or leave them out")
+            if recipe.trainer.parallel.mode != "parameter_server" and (command.workers, command.shards) != (1, 1):
+                raise RecipeError(
+                    "--workers and --shards are of parallel.mode='parameter_server'; set that, or leave them out"
+                )
+            if command.address is not None and not command.ray:
+                raise RecipeError("--address without --ray, which it is for; add that")
+            if recipe.trainer.parallel.mode != "parameter_server" and command.ray:
+                raise RecipeError(
+                    "--ray is for parallel.mode='parameter_server'; add --trainer.parallel.mode=parameter_server, or "
+                    "leave it out"
+                )
             if command.dry_run:
                 print(format_toml(recipe.describe()).strip())
                 return 0
@@ -53,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print_plan(recipe, ranks=command.ranks, memory=command.memory)
                 return 0
         is_alike = False
+        if recipe.trainer.parallel.mode == "parameter_server":
+            train_asynchronously(command)
+            return 0
         world = open_world(device=recipe.trainer.device)
         prepare_data(recipe, world)
         summary = train_recipe(recipe, world)
@@ -89,6 +104,39 @@ def _may_be_cut_off() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again at exit
         raise SystemExit(0) from None
+
+
+def train_asynchronously(command: Command) -> Summary:
+    """Train with workers and a parameter server, in this process or on a Ray cluster.
+
+    Raises:
+        RecipeError: a launcher started several processes, of which each would start all of this.
+    """
+    from .asynchronous.local_run import train_locally
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise RecipeError(
+            f"parallel.mode='parameter_server' starts its workers itself, and WORLD_SIZE={ranks} says that a launcher "
+            "started several processes; start one: python -m penstock.trainer RECIPE --workers 3 --shards 2"
+        )
+    if command.ray:
+        from .on_ray.driver import RayOptions, train_on_ray
+
+        options = RayOptions(address=command.address or HERE, workers=command.workers, shards=command.shards)
+        _prepare_here(command.recipe)
+        return train_on_ray(command.recipe, options)
+    _prepare_here(command.recipe)
+    return train_locally(command.recipe, workers=command.workers, shards=command.shards)
+
+
+def _prepare_here(recipe: Recipe) -> None:
+    """Prepare the recipe's data, in this process alone."""
+    for data in (recipe.data, recipe.evaluation_data):
+        if data is not None and data.prepare is not None:
+            made = data.prepare.resolve()()
+            if made is not None:
+                write_stderr(f"{data.prepare.key}: {made}\n")
 
 
 def prepare_data(recipe: Recipe, world: World) -> None:

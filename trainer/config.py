@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Literal
 
 from .checkpoint.config import CheckpointConfig
@@ -20,11 +20,17 @@ from .parallel.ema import EmaConfig
 from .parallel.precision import PrecisionConfig
 from .report.config import ReportConfig
 from .report.tracing import ProfileConfig
+from .server.config import ParameterServerConfig
 from .steps.schedule import ScheduleConfig
 from .steps.step import StepConfig
 from .watch.spike import SpikeConfig
 from .weights.warm_start import WarmStartConfig
 
+# What parallel.mode="parameter_server" has a part for; of some tables only some keys.
+_SERVED = (
+    *("steps", "epochs", "seed", "device", "output_dir", "export", "stall_timeout_s", "parallel", "server"),
+    *("precision", "step", "schedule", "evaluate", "checkpoint", "report"),
+)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib leaves one slash of two
 
 
@@ -72,6 +78,7 @@ class TrainerConfig:
     """Stop every rank when one has made no progress for this many seconds; none: never."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     step: StepConfig = field(default_factory=StepConfig)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
@@ -109,6 +116,7 @@ class TrainerConfig:
                     "deterministic=True with shares='auto': shares follow measured times, and sums are rounded by "
                     "shares; use shares='equal'"
                 )
+        self._check_mode()
         self._check_layout()
         self._check_adaptive_batch()
         self._check_graphs()
@@ -150,6 +158,36 @@ class TrainerConfig:
         if self.average_every is None:
             return None
         return AveragingConfig(average_every=self.average_every, node_every=self.node_average_every)
+
+    def _check_mode(self) -> None:
+        """Refuse what a parameter server has no part in, and a table for one where there is none."""
+        if self.parallel.mode != "parameter_server":
+            if self.server != ParameterServerConfig():
+                raise TrainerConfigError(
+                    f"[trainer.server] is for parallel.mode='parameter_server', and parallel.mode="
+                    f"{self.parallel.mode!r}; set that, or leave the table out"
+                )
+            return
+        for where, given, kept in (
+            ("parallel.", self.parallel, ("mode",)),
+            ("", self, _SERVED),
+            ("step.", self.step, ("clip_norm",)),
+            ("precision.", self.precision, ("dtype",)),
+            ("evaluate.", self.evaluate, ("best",)),
+        ):
+            for key in fields(given):
+                value = getattr(given, key.name)
+                default = key.default if key.default_factory is MISSING else key.default_factory()
+                if key.name not in kept and value != default:
+                    shown = f"={value!r}" if not is_dataclass(value) else " is set, and"
+                    raise TrainerConfigError(
+                        f"{where}{key.name}{shown} has no part in parallel.mode='parameter_server', where workers step "
+                        f"by themselves; leave {where}{key.name} out, or use parallel.mode='allreduce'"
+                    )
+        if self.precision.dtype == "fp16":
+            raise TrainerConfigError(
+                "precision.dtype='fp16' needs a loss scale that all workers share; use precision.dtype='bf16'"
+            )
 
     def _check_layout(self) -> None:
         """Refuse what treats each rank as a replica where replicas lie on several."""

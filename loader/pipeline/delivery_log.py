@@ -31,6 +31,7 @@ END_MAGIC = 0x70656E73746B656E
 BAD_MAGIC = 0x70656E7374626164
 REPLACE_MAGIC = 0x70656E7374727066
 LOAD_MAGIC = 0x70656E736C6F6164
+SEEK_MAGIC = 0x70656E737365656B
 SUFFIX = ".deliveries"
 KEY_BITS = 40  # of a mixture's sample ids, in front of which logs have the epochs of their sources
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -62,7 +63,7 @@ class DeliveryLog:
 
     Batches that were skipped on purpose have one record together, of another magic number and without sample ids; so do
     samples at an epoch's end that fill no batch. A change of the batch size has a record with that number; a state
-    that is loaded after some batches, one of where that is.
+    that is loaded after some batches, one of where that is; and so has a batch that was sought.
     After a batch may follow, with numbers of their own, the samples that were filtered out on the way to it, and after
     the last one of an epoch whose samples are filtered, those that fill no batch. Which of those filtered out are bad
     follows once more; and so do pairs of bad samples of the batch and their substitutes.
@@ -172,6 +173,10 @@ class DeliveryLog:
         """Record that a state was loaded, where batches were handed out before: they need not lead up to it."""
         if self._has_records:
             self._write(np.array((LOAD_MAGIC, epoch, position, position, 0), np.int64))
+
+    def record_seek(self, epoch: int, position: int) -> None:
+        """Record that a batch was sought, by whoever deals them out: they need not lead up to it."""
+        self._write(np.array((SEEK_MAGIC, epoch, position, position, 0), np.int64))
 
     def record_batch_size(self, epoch: int, position: int, size: int) -> None:
         """Record that global batches have ``size`` samples from a position on."""

@@ -44,7 +44,7 @@ def sum_chunks(
 
     Reads all of the data, but for chunks of objects that did not change since ``saved``, which has their checksums.
     """
-    known = {} if saved is None else _known_sums(saved)
+    known = {} if saved is None else known_sums(saved)
     shard_format = make_format(manifest.format, manifest.config)
     from ..progress import show_progress
 
@@ -81,7 +81,8 @@ def manifest_sums(manifest: Manifest) -> list[tuple[int, SumArray]] | None:
     ]
 
 
-def _known_sums(saved: Manifest) -> dict[ChunkRef, tuple[int, SumArray]]:
+def known_sums(saved: Manifest) -> dict[ChunkRef, tuple[int, SumArray]]:
+    """The results of ``sum_chunk`` that a manifest has, by chunks, where ETags tell whether these have changed."""
     sums = manifest_sums(saved)
     chunks = (saved.chunk(index) for index in range(saved.num_chunks))
     return {} if sums is None else {c: s for c, s in zip(chunks, sums, strict=True) if c.shard.etag is not None}

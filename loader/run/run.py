@@ -208,6 +208,15 @@ class Run:
         log = self.resources.log
         self.sampler.skip(count, (lambda *_: None) if log is None else log.record_skip, self._record_rest)
 
+    def seek(self, epoch: int, batch: int) -> None:
+        """Go to a batch of an epoch; what was read ahead is kept if that is the next one anyway."""
+        self.resources.check_open()
+        self._note_move()
+        if self.sampler.seek(epoch, batch):
+            self.resources.stop_pipeline()
+        if self.resources.log is not None:
+            self.resources.log.record_seek(*self.sampler.upcoming)
+
     def change_share(self, share: Share, call: str) -> None:
         """Cut global batches by ``share`` from the next one on, as all ranks do that make this ``call``."""
         self.resources.check_open()

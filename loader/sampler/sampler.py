@@ -207,6 +207,26 @@ class Sampler:
         if self._unsized is not None:
             self._unsized.has_ended = False
 
+    def seek(self, epoch: int, batch: int) -> bool:
+        """Go to a batch by its number in an epoch; returns whether that is another place than the upcoming one.
+
+        Raises:
+            ConfigError: the epoch has fewer batches, or only reading tells where they begin.
+        """
+        if self._unsized is not None:
+            raise ConfigError(
+                f"seek({epoch}, {batch}) of {self.schedule.subject}: where a batch begins is known only by reading all "
+                "before it; give a loader that drops nothing and packs nothing"
+            )
+        before = self.upcoming
+        self.schedule.check_epoch(epoch)
+        if (ahead := self.schedule.steps(epoch).ahead(0, batch + 1)) <= batch:
+            raise ConfigError(f"seek({epoch}, {batch}): epoch {epoch} has {ahead} batches; give a lower number")
+        self.times_set += 1
+        self._go_to(epoch, 0, is_back=epoch < self.epoch)
+        self.skip(batch, ignore)
+        return self.upcoming != before
+
     def check_share(self, share: Share) -> None:
         """Raise PartitionError if an epoch has no batch with this share."""
         self.schedule.check_share(share)

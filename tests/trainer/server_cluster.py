@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.errors import ServerError, ShardUnreachableError
-from penstock.trainer.server import client as client_module
 from penstock.trainer.server import placement as placement_module
 from penstock.trainer.server.client import ClientConfig, ServerClient
 from penstock.trainer.server.messages import Header, Reply, Request
 from penstock.trainer.server.optimizers import Sgd
 from penstock.trainer.server.placement import Placement
 from penstock.trainer.server.policies import Asp
-from penstock.trainer.server.replicas import handle_replicated
+from penstock.trainer.server.replicas import Copied, Copy, ReplicatedShard
 from penstock.trainer.server.schema import Schema, TableSpec, TensorSpec
 from penstock.trainer.server.shard import ServerConfig, Shard
 
@@ -27,6 +26,7 @@ SCHEMA = Schema(
     [TableSpec(name="t", width=2)],
 )
 FAULTS = ("none", "drop request", "drop reply", "duplicate", "late", "kill before", "kill after", "checkpoint")
+COPY_FAULTS = ("none", "drop request", "drop reply", "duplicate", "late")
 
 
 @contextmanager
@@ -34,7 +34,6 @@ def few_buckets(count: int = 16) -> Iterator[None]:
     """Have fewer buckets, so that a shard is made in no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement_module, "BUCKETS", count)
-        patch.setattr(client_module, "BUCKETS", count)
         placement_module._unit_logs.cache_clear()
         yield
     placement_module._unit_logs.cache_clear()
@@ -59,18 +58,53 @@ class Cluster:
     def __init__(self, config: ServerConfig, shards: int = 2, *, is_replicated: bool = False) -> None:
         self.config, self.is_replicated = config, is_replicated
         self.placement = Placement({f"shard-{index}": 1 for index in range(shards)})
-        self.shards = {name: self.new_shard(name, self.placement.buckets_of(name)) for name in self.placement.weights}
-        self.copies = {name: Shard(f"copy of {name}", config) for name in self.shards}
+        self._starts = 0
+        self.hosts = {name: self.new_host(name, self.placement.buckets_of(name)) for name in self.placement.weights}
         self.saved: dict[str, list[bytes]] = {}
         self.faults: Iterator[str] = iter(())
+        self.copy_faults: Iterator[str] = iter(())
+        self.late_copies: list[tuple[str, Copy]] = []
         self.late: list[tuple[str, Request]] = []
         self.clients: list[ServerClient] = []
         self.now, self.waits, self.kills = 0.0, 0, 0
         self._is_waiting = False
         self.checkpoint()
 
-    def new_shard(self, name: str, buckets: frozenset[int] = frozenset()) -> Shard:
-        return Shard(name, self.config, buckets, is_replicated=self.is_replicated)
+    @property
+    def shards(self) -> dict[str, Shard]:
+        return {name: host.own for name, host in self.hosts.items()}
+
+    def new_host(self, name: str, buckets: frozenset[int] = frozenset()) -> ReplicatedShard:
+        self._starts += 1
+        return ReplicatedShard(
+            name,
+            self.config,
+            self.placement,
+            replicas=2 if self.is_replicated else 1,
+            send=self.send,
+            start=self._starts,
+            buckets=buckets,
+        )
+
+    def send(self, name: str, message: Copy) -> Copied:
+        """Bring a shard's changes to another one, with faults of their own."""
+        fault = next(self.copy_faults, "none")
+        lost = ShardUnreachableError(fault)
+        if fault == "drop request":
+            raise lost
+        if fault == "late":
+            self.late_copies.append((name, message))
+            raise lost
+        reply = self.hosts[name].copy(message)
+        if fault == "duplicate":
+            self.hosts[name].copy(message)
+        if fault == "drop reply":
+            raise lost
+        if fault == "none" and self.late_copies:
+            late, self.late_copies = self.late_copies, []
+            for other, one in reversed(late):
+                self.hosts[other].copy(one)
+        return reply
 
     def checkpoint(self) -> None:
         for name, shard in self.shards.items():
@@ -81,21 +115,22 @@ class Cluster:
     def kill(self, name: str) -> None:
         """Lose a shard, and start it anew from its replica or the last checkpoint."""
         self.kills += 1
-        shard = self.new_shard(name)
-        copy = self.copies[name]
+        host = self.new_host(name)
         for data in self.saved[name]:
-            shard.adopt(data)
+            host.own.adopt(data)
+        self.hosts[name] = host
+        for peer, other in self.hosts.items():
+            if peer != name and self.is_replicated:
+                host.adopt_copies(peer, other.copies_of(name))
         if self.is_replicated:
-            for number in copy.buckets:
-                shard.adopt(copy.snapshot(number))
-            shard.fenced = dict(copy.fenced)
-            self.copies[name] = Shard(f"copy of {name}", self.config)
-        self.shards[name] = shard
+            faults, self.copy_faults = self.copy_faults, iter(())
+            for other in self.hosts.values():
+                other.forget_copies_on(name)
+                other.tick(self.now)
+            self.copy_faults = faults
 
     def handle(self, name: str, request: Request) -> Reply:
-        if self.is_replicated:
-            return handle_replicated(self.shards[name], self.copies[name], request, self.now)
-        return self.shards[name].handle(request, self.now)
+        return self.hosts[name].handle(request, self.now)
 
     def call(self, name: str, request: Request) -> Reply:
         fault = next(self.faults, "none")
@@ -163,8 +198,8 @@ class Cluster:
         return made
 
     def tick(self) -> None:
-        for shard in self.shards.values():
-            shard.tick(self.now)
+        for host in self.hosts.values():
+            host.tick(self.now)
 
     def tensors(self) -> dict[str, Tensor]:
         """Read all tensors past clients."""
@@ -193,8 +228,7 @@ class Cluster:
         todo = placement_module.moves(self.placement, after)
         for name in after.weights:
             if name not in self.shards:
-                self.shards[name] = self.new_shard(name)
-                self.copies[name] = Shard(f"copy of {name}", self.config)
+                self.hosts[name] = self.new_host(name)
         for move in todo:
             self.shards[move.target].adopt(self.shards[move.source].release(move.bucket))
         self.placement = after

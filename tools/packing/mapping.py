@@ -24,6 +24,7 @@ from ...loader.errors import ConfigError, DatasetError, WorkerError
 from ...storage.errors import PenstockError
 from ...storage.threads.interruptible import Thread
 from .samples import Batch
+from .spread import in_cluster
 from .tokens import Tokenize
 from .values import read_member, rows_of
 
@@ -147,11 +148,18 @@ def _name(item: Any, ordinal: int) -> str:
 
 
 def transformed(
-    batches: Iterable[Batch], transform: Transform, processes: int, *, first: int = 0, begin: tuple[int, int] = (-1, 0)
+    batches: Iterable[Batch],
+    transform: Transform,
+    processes: int,
+    *,
+    first: int = 0,
+    begin: tuple[int, int] = (-1, 0),
+    cluster: str | None = None,
 ) -> Generator[Mapped, None, None]:
     """Transform every batch, in order. With ``processes``, in that many processes; the results are the same.
 
-    ``first`` is the ordinal of the first sample; parts before ``begin``, a (piece, number), are left out.
+    With ``cluster``, by tasks on that Ray cluster, as ``spread.in_cluster`` says. ``first`` is the ordinal of the first
+    sample; parts before ``begin``, a (piece, number), are left out.
 
     Raises:
         ConfigError: the function cannot be sent to a process.
@@ -159,6 +167,10 @@ def transformed(
         WorkerError: a process died.
     """
     parts = _parts(batches, transform, first, begin)
+    if cluster is not None and transform.is_work:
+        for piece, number, rows, items in in_cluster(parts, transform, cluster):
+            yield Mapped(piece, number, rows, items)
+        return
     if processes < 1 or not transform.is_work:
         for piece, number, ordinal, items in parts:
             yield Mapped(piece, number, len(items), transform(items, ordinal))

@@ -59,15 +59,16 @@ class MetricSums:
             TrainerConfigError: on every rank, if a count is negative or not finite.
         """
         names = sorted(self._totals)
-        if dist.get_world_size() > 1:
-            everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks > 1:
+            everywhere: list[list[str]] = [[] for _ in range(ranks)]
             dist.all_gather_object(everywhere, names)
             names = sorted(set().union(*everywhere))
         if not names:
             return {}
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         table = torch.stack([self._totals.get(name, nothing) for name in names])
-        if dist.get_world_size() > 1:
+        if ranks > 1:
             dist.all_reduce(table)
         return {name: _mean(name, *pair) for name, pair in zip(names, table.tolist(), strict=True)}
 

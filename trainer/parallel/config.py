@@ -25,7 +25,8 @@ class ParallelConfig:
     """What each rank keeps, and how ranks exchange gradients and weights."""
 
     mode: Literal["allreduce", "parameter_server", "diloco"] = "allreduce"
-    """allreduce: gradients at every step; diloco: what weights changed by, seldom."""
+    """allreduce: gradients at every step; parameter_server: workers push to servers, as [trainer.server] says; diloco:
+    what weights changed by, seldom."""
 
     zero: Literal[0, 1, 2, 3] = 0
     """0: replicate everything; 1: shard the optimizer state; 2: and gradients; 3: and weights."""
@@ -79,7 +80,7 @@ class ParallelConfig:
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
 
     def __post_init__(self) -> None:
-        check_choice("parallel.mode", self.mode, ("allreduce", "diloco"))
+        check_choice("parallel.mode", self.mode, ("allreduce", "parameter_server", "diloco"))
         self._check_diloco()
         check_choice("parallel.zero", self.zero, (0, 1, 2, 3))
         check_range("parallel.bucket_mb", self.bucket_mb, low=0.0, above=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ..data.batches import VALID
 from ..errors import TrainerConfigError
+from ..server.embedding import ServerEmbedding
 
 CATEGORIES = 8
 NUMBERS = 4
@@ -22,18 +23,29 @@ _BATCH_ROWS = 8192
 class ClickNet(nn.Module):
     """An embedding per category, a dense layer for the numbers, the dot products of all pairs, a small network on top.
 
-    ``numbers`` are (B, 4) float32, ``categories`` (B, 8) int64 below ``values``; the result is (B,) logits.
+    ``numbers`` are (B, 4) float32, ``categories`` (B, 8) int64 below ``values``; the result is (B,) logits. With
+    ``served`` the embeddings lie on a parameter server, whose rows have no number: ``values`` is not used.
     """
 
-    def __init__(self, values: int = 1000, width: int = 16, hidden: int = 64) -> None:
+    def __init__(self, values: int = 1000, width: int = 16, hidden: int = 64, served: bool = False) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleList([nn.Embedding(values, width) for _ in range(CATEGORIES)])
+        tables = [
+            ServerEmbedding(f"category_{i}", width, seed=i, scale=0.17) if served else nn.Embedding(values, width)
+            for i in range(CATEGORIES)
+        ]
+        self.embeddings = nn.ModuleList(tables)
         self.bottom = nn.Sequential(nn.Linear(NUMBERS, hidden), nn.ReLU(), nn.Linear(hidden, width))
         pairs = (CATEGORIES + 1) * CATEGORIES // 2
         self.top = nn.Sequential(nn.Linear(pairs + width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-        for embedding in self.embeddings:
-            assert isinstance(embedding, nn.Embedding)
-            nn.init.normal_(embedding.weight, std=0.1)
+        for embedding in tables:
+            if isinstance(embedding, nn.Embedding):
+                nn.init.normal_(embedding.weight, std=0.1)
+
+    def lookups(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The ids that a batch looks up, by table on a parameter server."""
+        return {
+            table.spec.name: batch[table.spec.name] for table in self.embeddings if isinstance(table, ServerEmbedding)
+        }
 
     def forward(self, numbers: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
         dense = self.bottom(numbers)
@@ -72,17 +84,32 @@ def log_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Te
 
 
 def measure(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Loss and accuracy over the valid rows."""
-    losses, right, valid = _score(model, batch)
-    return {"loss": (losses.sum(), valid.sum()), "accuracy": (right.sum(), valid.sum())}
+    """Loss and accuracy over the valid rows, and the area under the ROC curve."""
+    losses, logits, valid = _score(model, batch)
+    click = batch["click"] > 0
+    right = ((logits > 0) == click) & valid
+    counts = {"loss": (losses.sum(), valid.sum()), "accuracy": (right.sum(), valid.sum())}
+    return {**counts, "auc": count_ordered(logits[valid & click], logits[valid & ~click])}
+
+
+def count_ordered(clicked: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count the pairs of a clicked row of a batch and another in which the clicked has the higher logit, and all pairs.
+
+    Their ratio is the area under the ROC curve (Mann and Whitney 1947); pairs of equal logits count half. Over several
+    batches it is that of the pairs within each.
+    """
+    ordered = other.sort().values
+    lower = torch.searchsorted(ordered, clicked).double().sum()
+    upto = torch.searchsorted(ordered, clicked, right=True).double().sum()
+    return (lower + upto) / 2, torch.tensor(float(len(clicked)) * len(other), dtype=torch.float64)
 
 
 def _score(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each row's loss and whether it is predicted right, both zero where a row only fills up; and the mask of rows."""
+    """Each row's loss, zero where a row only fills up; the logits, and the mask of rows."""
     numbers = torch.stack([batch[f"number_{i}"] for i in range(NUMBERS)], dim=1)
     categories = torch.stack([batch[f"category_{i}"] for i in range(CATEGORIES)], dim=1).long()
     click = batch["click"].float()
     logits = model(numbers, categories).float()
     valid = batch.get(VALID, torch.ones_like(click, dtype=torch.bool))
     losses = F.binary_cross_entropy_with_logits(logits, click, reduction="none") * valid
-    return losses, ((logits > 0) == (click > 0.5)) & valid, valid
+    return losses, logits, valid

@@ -62,6 +62,10 @@ class Command:
     plan: bool = False
     ranks: int = 1
     memory: str | None = None
+    workers: int = 1
+    shards: int = 1
+    ray: bool = False
+    address: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,20 @@ class TrainArguments:
 
     memory: Annotated[str | None, tyro.conf.arg(name="memory", metavar="SIZE", help_behavior_hint="")] = None
     """With --plan, the memory of a rank, as 80GiB: also prints the layouts that fit, best first."""
+
+    workers: Annotated[int, tyro.conf.arg(name="workers")] = 1
+    """With parallel.mode=parameter_server, the workers that there are at first."""
+
+    shards: Annotated[int, tyro.conf.arg(name="shards")] = 1
+    """With parallel.mode=parameter_server, the shards that parameters lie on."""
+
+    ray: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="ray", help_behavior_hint="")] = False
+    """With parallel.mode=parameter_server, workers and shards are processes on a Ray cluster, replaced if they die."""
+
+    address: Annotated[str | None, tyro.conf.arg(name="address", metavar="HOST:PORT|auto", help_behavior_hint="")] = (
+        None
+    )
+    """With --ray, the cluster; without it one is started on this machine."""
 
     trainer: tyro.conf.FlagConversionOff[TrainerConfig]
 
@@ -123,6 +141,10 @@ def read_command(words: Sequence[str]) -> Command:
         plan=given.plan,
         ranks=given.ranks,
         memory=given.memory,
+        workers=given.workers,
+        shards=given.shards,
+        ray=given.ray,
+        address=given.address,
     )
 
 

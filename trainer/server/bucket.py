@@ -48,7 +48,9 @@ class RowBlock:
 
     def __init__(self, ids: NDArray[np.int64], values: Tensor, state: State, versions: NDArray[np.int64]) -> None:
         self._ids, self._values, self._state, self._versions = ids, values, state, versions
-        self._places = {int(one): place for place, one in enumerate(ids)}
+        self._count = len(ids)
+        self._order = np.argsort(ids, kind="stable")
+        """The places of the rows, by ascending ids."""
 
     @classmethod
     def empty(cls, spec: TableSpec, optimizer: Optimizer) -> RowBlock:
@@ -58,40 +60,45 @@ class RowBlock:
     @property
     def ids(self) -> NDArray[np.int64]:
         """The ids (n,) in the order in which rows came."""
-        return self._ids[: len(self._places)]
+        return self._ids[: self._count]
 
     @property
     def values(self) -> Tensor:
         """The values (n, width), fp32, to write to in place."""
-        return self._values[: len(self._places)]
+        return self._values[: self._count]
 
     @property
     def state(self) -> State:
         """The optimizer's state of each row, to write to in place."""
-        return {slot: tensor[: len(self._places)] for slot, tensor in self._state.items()}
+        return {slot: tensor[: self._count] for slot, tensor in self._state.items()}
 
     @property
     def versions(self) -> NDArray[np.int64]:
         """The bucket's version (n,) at the last change of each row, to write to in place."""
-        return self._versions[: len(self._places)]
+        return self._versions[: self._count]
 
     def places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Find the rows with these ids; -1 for those that are not there."""
-        return np.array([self._places.get(one, -1) for one in ids.tolist()], np.int64)
+        if not self._count:
+            return np.full(len(ids), -1, np.int64)
+        near = np.searchsorted(self.ids, ids, sorter=self._order)
+        places = self._order[np.minimum(near, self._count - 1)]
+        return np.where(self._ids[places] == ids, places, -1)
 
     def add(self, ids: NDArray[np.int64], spec: TableSpec, optimizer: Optimizer) -> None:
         """Make the rows of ``ids`` that are not there yet."""
         new = ids[self.places(ids) < 0]
         if not len(new):
             return
-        start, stop = len(self._places), len(self._places) + len(new)
+        start, stop = self._count, self._count + len(new)
         if stop > len(self._ids):
             self._grow(max(stop, 2 * len(self._ids)))
-        self._places.update(zip(new.tolist(), range(start, stop), strict=True))
         first = spec.first_rows(new)
         self._ids[start:stop], self._versions[start:stop], self._values[start:stop] = new, 0, first
         for slot, tensor in optimizer.new_state(first).items():
             self._state[slot][start:stop] = tensor
+        self._count = stop
+        self._order = np.argsort(self.ids, kind="stable")
 
     def _grow(self, rows: int) -> None:
         def longer(tensor: Tensor) -> Tensor:
@@ -117,6 +124,10 @@ class Bucket:
         self.clocks: dict[str, int] = {}
         self.fenced: dict[str, int] = {}
         """The last incarnation of each worker that was forgotten."""
+        self.settled = 0
+        """All batches before this one count."""
+        self.counted: set[int] = set()
+        """The batches from there on whose gradients count here."""
         self.pending: list[Gradients] = []
         """Gradients that were accepted and not applied yet, in the order of their coming."""
         self.pieces: dict[PieceKey, Piece] = {}
@@ -126,6 +137,18 @@ class Bucket:
         """The sequence of the last part that this incarnation of a worker sent here."""
         held, sequence = self.sequences.get(worker, (incarnation, 0))
         return sequence if held == incarnation else 0
+
+    def count_unit(self, unit: int | None, settled: int) -> bool:
+        """Count the gradients of a batch, and return whether they did not count before; without a number they do."""
+        if settled > self.settled:
+            self.settled = settled
+            self.counted = {one for one in self.counted if one >= settled}
+        if unit is None:
+            return True
+        if unit < self.settled or unit in self.counted:
+            return False
+        self.counted.add(unit)
+        return True
 
     def apply(
         self, gradients: Gradients, specs: Mapping[str, TableSpec], dense: Optimizer, sparse: Optimizer, scale: float
@@ -151,8 +174,10 @@ class Bucket:
             block.versions[places] = self.version
 
 
-def merge(several: Sequence[Gradients], reduction: Reduction) -> Gradients:
+def merge(several: Sequence[Gradients], reduction: Reduction, absent: int = 0) -> Gradients:
     """Add gradients up in the order of workers' names, or take their mean by weights.
+
+    In a mean of rows, so many workers count besides, as if they had sent zeros: they have no such row in their batches.
 
     Equal weights divide as DDP does, so that the mean over two workers is DDP's to the bit. In a mean, who sent nothing
     for a piece or row counts as zero if it sent anything for the bucket.
@@ -161,10 +186,12 @@ def merge(several: Sequence[Gradients], reduction: Reduction) -> Gradients:
     total = sum(one.weight for one in ordered)
     is_even = len({one.weight for one in ordered}) == 1
 
-    def share(tensor: Tensor, weight: float) -> Tensor:
+    def share(tensor: Tensor, weight: float, others: int = 0) -> Tensor:
         if reduction == "sum":
             return tensor
-        return tensor / len(ordered) if is_even else tensor * (weight / total)
+        if is_even:
+            return tensor / (len(ordered) + others)
+        return tensor * (weight / (total * (1 + others / len(ordered))))
 
     pieces: dict[PieceKey, Tensor] = {}
     rows: dict[str, list[tuple[NDArray[np.int64], Tensor]]] = {}
@@ -173,7 +200,7 @@ def merge(several: Sequence[Gradients], reduction: Reduction) -> Gradients:
             part = share(tensor, one.weight)
             pieces[key] = pieces[key] + part if key in pieces else part
         for table, (ids, values) in one.rows.items():
-            rows.setdefault(table, []).append((ids, share(values, one.weight)))
+            rows.setdefault(table, []).append((ids, share(values, one.weight, absent)))
     first = ordered[0]
     return Gradients(
         worker=first.worker,

@@ -7,7 +7,8 @@ none came, whether or not the request was applied.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import NotHeldError, NotJoinedError, ServerError, ServerRefusedError, ShardUnreachableError
+from . import placement as placement_module
 from .messages import (
     Ack,
     Advance,
@@ -33,10 +35,12 @@ from .messages import (
     Request,
 )
 from .payloads import CodecConfig, ErrorFeedback, Payload, decode, encode, is_finite
-from .placement import BUCKETS, Placement, bucket_of_piece, buckets_of_rows
+from .placement import Placement, bucket_of_piece, buckets_of_rows
 from .schema import Schema
 
 Call = Callable[[str, Request], Reply]
+_PushKey = tuple[str, int, float, float | None, int | None]
+"""The shard, step, weight, rate and batch of a push."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,10 @@ class _Sent:
     step: int
     weight: float
     rate: float | None
+    unit: int | None = None
     is_acknowledged: bool = False
+    is_shared: bool = True
+    """Its memory is the caller's, who may write to it once the push has returned."""
 
 
 class ServerClient:
@@ -79,6 +86,14 @@ class ServerClient:
         config: ClientConfig | None = None,
     ) -> None:
         self.clock = 0
+        self.unit: int | None = None
+        """The number of the batch that the next push is of; without one, workers may push the same batch twice."""
+        self.settled = 0
+        """All batches before this one count."""
+        self.reads_ahead = 0
+        """Steps that are computed between what is pulled and the step that it is for; policies count them in."""
+        self.staleness = 0
+        """The most versions that a bucket was ahead when a push came; the caller may reset it."""
         self.tensors = {spec.name: torch.zeros(spec.size) for spec in schema.tensors}
         """Each tensor as last pulled, flat."""
         self._header, self._schema, self._config = header, schema, config or ClientConfig()
@@ -86,8 +101,10 @@ class ServerClient:
         self._call_once, self._ask_placement, self._wait = call, placement, wait
         self._placement = placement()
         self._joined_at = 0
-        self._counts = [0] * BUCKETS
+        self._buckets = schema.buckets()
+        self._counts = np.zeros(placement_module.BUCKETS, np.int64)
         self._log: dict[int, list[_Sent]] = {}
+        self._new: list[_Sent] = []
         self._versions: dict[int, int] = {}
         self._pieces: dict[int, list[PieceKey]] = {}
         for spec in schema.tensors:
@@ -98,6 +115,11 @@ class ServerClient:
     def kept(self) -> int:
         """The number of parts that are kept because they could still be lost."""
         return sum(map(len, self._log.values()))
+
+    @property
+    def kept_units(self) -> set[int]:
+        """The batches whose gradients could still be lost."""
+        return {one.unit for sent in self._log.values() for one in sent if one.unit is not None}
 
     def join(self, clock: int = 0) -> None:
         """Join all shards, at a clock that none of them is behind of: others' steps before it are not waited for."""
@@ -139,8 +161,11 @@ class ServerClient:
         Raises:
             ServerRefusedError: a value is not finite, or a shape is not the server's; nothing counts.
         """
-        self.begin_push(tensors, rows, weight=weight, rate=rate)
-        self.flush()
+        self._prepare(tensors, rows or {}, weight, rate)
+        try:
+            self.flush()
+        finally:
+            self._own_kept()
 
     def begin_push(
         self,
@@ -150,46 +175,87 @@ class ServerClient:
         weight: float = 1.0,
         rate: float | None = None,
     ) -> None:
-        """Keep gradients for the next ``flush``."""
-        self._check_finite(tensors, rows or {})
+        """Keep a copy of gradients for the next ``flush``."""
+        self._prepare(tensors, rows or {}, weight, rate)
+        self._own_kept()
+
+    def _prepare(
+        self,
+        tensors: Mapping[str, Tensor],
+        rows: Mapping[str, tuple[NDArray[np.int64], Tensor]],
+        weight: float,
+        rate: float | None,
+    ) -> None:
+        """Cut gradients into parts, which share the memory of fp32 ones until ``_own_kept``."""
+        self._check_finite(tensors, rows)
         pieces: dict[int, dict[PieceKey, Payload]] = {}
         for name, tensor in tensors.items():
             for key, flat in self._cut(name, tensor):
                 payload = self.feedback.encode(f"{key[1]} {name}", flat)
-                pieces.setdefault(bucket_of_piece(*key), {})[key] = _kept(payload)
+                pieces.setdefault(bucket_of_piece(*key), {})[key] = payload
         by_bucket: dict[int, dict[str, tuple[NDArray[np.int64], Payload]]] = {}
-        for table, (ids, gradients) in (rows or {}).items():
+        for table, (ids, gradients) in rows.items():
             distinct, places = np.unique(ids, return_inverse=True)
             total = torch.zeros(len(distinct), gradients.shape[1]).index_add_(0, torch.from_numpy(places), gradients)
             numbers = buckets_of_rows(table, distinct)
             codec = self._config.push if self._config.push.codec in ("fp32", "bf16") else CodecConfig()
-            for number in np.unique(numbers).tolist():
-                at = numbers == number
-                payload = encode(total[torch.from_numpy(at)], codec)
-                by_bucket.setdefault(number, {})[table] = distinct[at], payload
+            order = np.argsort(numbers, kind="stable")
+            numbers, distinct, total = numbers[order], distinct[order], total[torch.from_numpy(order)]
+            edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+            for start, stop in pairwise(edges if len(numbers) else ()):
+                payload = encode(total[start:stop], codec)
+                by_bucket.setdefault(int(numbers[start]), {})[table] = distinct[start:stop], payload
         for number in sorted({*pieces, *by_bucket}):
             self._counts[number] += 1
             part = Part(
                 bucket=number,
-                sequence=self._counts[number],
+                sequence=int(self._counts[number]),
                 base=max(0, self._versions.get(number, 0)),
                 pieces=pieces.get(number, {}),
                 rows=by_bucket.get(number, {}),
             )
-            self._log.setdefault(number, []).append(_Sent(part=part, step=self.clock, weight=weight, rate=rate))
+            sent = _Sent(part=part, step=self.clock, weight=weight, rate=rate, unit=self.unit)
+            self._log.setdefault(number, []).append(sent)
+            self._new.append(sent)
+
+    def _own_kept(self) -> None:
+        """Copy what is kept of memory that the caller may write to; a part that cannot be lost by now needs no copy."""
+        for one in self._new:
+            if one.is_shared:
+                pieces = {key: _own(payload) for key, payload in one.part.pieces.items()}
+                one.part, one.is_shared = replace(one.part, pieces=pieces), False
+        self._new = []
 
     def flush(self) -> None:
         """Send what does not count yet, until all does."""
         while todo := self._unacknowledged():
-            for (shard, step, weight, rate), parts in todo.items():
-                push = Push(header=self._header, step=step, parts=tuple(parts), weight=weight, rate=rate)
+            for (shard, step, weight, rate, unit), parts in todo.items():
+                push = Push(
+                    header=self._header,
+                    step=step,
+                    parts=tuple(parts),
+                    weight=weight,
+                    rate=rate,
+                    unit=unit,
+                    settled=self.settled,
+                )
                 reply = self._call(shard, push)
                 assert isinstance(reply, Pushed)
+                bases = {part.bucket: part.base for part in parts}
                 for number, ack in reply.acks.items():
+                    if ack.outcome == "applied":
+                        self.staleness = max(self.staleness, ack.version - 1 - bases[number])
                     self._note(number, ack)
                 if any(ack.outcome == "moved" for ack in reply.acks.values()):
                     self._find_moved()
                     break
+
+    def ask_durable(self) -> None:
+        """Send again what could still be lost, to learn what no longer can."""
+        for sent in self._log.values():
+            for one in sent:
+                one.is_acknowledged = False
+        self.flush()
 
     def advance(self) -> None:
         """Finish this step: push first what is left of it."""
@@ -204,13 +270,14 @@ class ServerClient:
             numbers = [number for number in todo if self._placement.shard_of(number) == shard]
             known = {number: self._versions.get(number, -1) for number in numbers}
             reply = self._pull(
-                shard, Pull(header=self._header, clock=self.clock, buckets=known, codec=self._config.pull)
+                shard,
+                Pull(header=self._header, clock=self.clock + self.reads_ahead, buckets=known, codec=self._config.pull),
             )
             if reply is None:
                 continue
             for (name, index), payload in reply.pieces.items():
                 start = index * self._schema.tensor(name).piece
-                self.tensors[name][start : start + payload.shape[0]] = decode(payload)
+                self.tensors[name][start : start + payload.shape[0]] = decode(payload, checks_values=False)
             self._versions.update(reply.versions)
             todo.difference_update(numbers)
         return {spec.name: self.tensors[spec.name].view(spec.shape) for spec in self._schema.tensors}
@@ -223,18 +290,17 @@ class ServerClient:
         left = np.ones(len(distinct), bool)
         while left.any():
             shard = self._placement.shard_of(int(numbers[left][0]))
-            of_shard = [self._placement.shard_of(number) == shard for number in numbers.tolist()]
-            at = np.flatnonzero(left & np.array(of_shard))
+            at = np.flatnonzero(left & self._placement.holds(shard, numbers))
             known = np.full(len(at), -1, np.int64)
             request = Pull(
                 header=self._header,
-                clock=self.clock,
+                clock=self.clock + self.reads_ahead,
                 rows={table: (distinct[at], known)},
                 codec=self._config.pull,
             )
             reply = self._pull(shard, request)
             if reply is not None:
-                values[torch.from_numpy(at)] = decode(reply.rows[table][2])
+                values[torch.from_numpy(at)] = decode(reply.rows[table][2], checks_values=False)
                 left[at] = False
         return values[torch.from_numpy(places)]
 
@@ -266,13 +332,13 @@ class ServerClient:
                     f"{tuple(gradients.shape)} and {ids.dtype}; nothing was sent"
                 )
 
-    def _unacknowledged(self) -> dict[tuple[str, int, float, float | None], list[Part]]:
+    def _unacknowledged(self) -> dict[_PushKey, list[Part]]:
         """The parts to send, by shard and push, those of earlier steps first."""
-        todo: dict[tuple[str, int, float, float | None], list[Part]] = {}
+        todo: dict[_PushKey, list[Part]] = {}
         for number, sent in self._log.items():
             for one in sent:
                 if not one.is_acknowledged:
-                    key = self._placement.shard_of(number), one.step, one.weight, one.rate
+                    key = self._placement.shard_of(number), one.step, one.weight, one.rate, one.unit
                     todo.setdefault(key, []).append(one.part)
         return dict(sorted(todo.items(), key=lambda item: item[0][:2]))
 
@@ -281,12 +347,14 @@ class ServerClient:
         if ack.outcome == "moved":
             return
         self._set_back(number, ack.sequence)
+        for one in self._log[number]:
+            one.is_shared &= one.part.sequence > ack.durable
         self._log[number] = [one for one in self._log[number] if one.part.sequence > ack.durable]
 
     def _set_back(self, number: int, last: int) -> None:
         """Take a shard's word that ``last`` is the last part that it has of a bucket."""
         sent = self._log.get(number, [])
-        first = sent[0].part.sequence if sent else self._counts[number] + 1
+        first = sent[0].part.sequence if sent else int(self._counts[number]) + 1
         if last + 1 < first:
             raise ServerError(
                 f"worker {self._header.worker!r}: bucket {number} was restored to push {last} of this worker, which "
@@ -297,18 +365,17 @@ class ServerClient:
 
     def send_clock(self) -> None:
         """Tell all shards the clock, and send again what they lack; needed where a shard came back from the past."""
-        left = set(range(BUCKETS))
-        while left:
+        left = self._buckets
+        while len(left):
             self.flush()
-            by_shard: dict[str, dict[int, int]] = {}
-            for number in left:
-                by_shard.setdefault(self._placement.shard_of(number), {})[number] = self._counts[number]
-            for shard, counts in by_shard.items():
-                reply = self._call(shard, Advance(header=self._header, clock=self.clock, counts=counts))
+            for shard, numbers in self._placement.split(left).items():
+                request = Advance(header=self._header, clock=self.clock, buckets=numbers, counts=self._counts[numbers])
+                reply = self._call(shard, request)
                 assert isinstance(reply, Advanced)
                 for number, last in reply.behind.items():
                     self._set_back(number, last)
-                left.difference_update(set(counts) - set(reply.behind) - set(reply.moved))
+                again = np.array([*reply.behind, *reply.moved], np.int64)
+                left = np.setdiff1d(left, np.setdiff1d(numbers, again))
                 if reply.moved:
                     self._find_moved()
 
@@ -353,7 +420,7 @@ def _gone(request: Request) -> Reply:
     if isinstance(request, Push):
         return Pushed(acks={part.bucket: Ack(outcome="moved") for part in request.parts})
     if isinstance(request, Advance):
-        return Advanced(behind={}, moved=tuple(request.counts))
+        return Advanced(behind={}, moved=tuple(request.buckets.tolist()))
     if isinstance(request, Pull):
         rows = [number for table, (ids, _) in request.rows.items() for number in buckets_of_rows(table, ids).tolist()]
         return Pulled(moved=(*request.buckets, *rows))
@@ -362,8 +429,8 @@ def _gone(request: Request) -> Reply:
     raise NotHeldError("the shard of these pieces is gone")
 
 
-def _kept(payload: Payload) -> Payload:
-    """Copy what the caller may write to before the part counts."""
+def _own(payload: Payload) -> Payload:
+    """Copy a payload that shares the memory of gradients."""
     if payload.codec != "fp32":
         return payload
     return Payload(codec=payload.codec, shape=payload.shape, data=payload.data.copy())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -67,6 +67,21 @@ class Leases:
         return self._consumed == ([(0, self.total)] if self.total else [])
 
     @property
+    def is_untouched(self) -> bool:
+        """Return whether no position of the epoch is leased or consumed."""
+        return not self._leases and not self._consumed
+
+    @property
+    def num_consumed(self) -> int:
+        """Count the positions of the epoch that are consumed."""
+        return sum(stop - start for start, stop in self._consumed)
+
+    @property
+    def first_left(self) -> int:
+        """The first position of the epoch that is not consumed."""
+        return self._consumed[0][1] if self._consumed and self._consumed[0][0] == 0 else 0
+
+    @property
     def held(self) -> tuple[Lease, ...]:
         """The leases that are out, in the order of their numbers."""
         return tuple(self._leases.values())
@@ -115,15 +130,15 @@ class Leases:
             if lease.expires <= now:
                 self._commit({"op": "return", "number": lease.number}, now)
 
-    def begin_epoch(self, now: float) -> None:
-        """Go on to the next epoch.
+    def begin_epoch(self, now: float, *, total: int | None = None) -> None:
+        """Go on to the next epoch, of ``total`` positions if it has another number.
 
         Raises:
             LeaseError: positions of this one are not consumed yet.
         """
         if not self.is_finished:
             raise LeaseError(f"epoch {self.epoch} has positions that nobody has consumed; finish it first")
-        self._commit({"op": "epoch", "epoch": self.epoch + 1}, now)
+        self._commit({"op": "epoch", "epoch": self.epoch + 1, "total": self.total if total is None else total}, now)
 
     def state_dict(self) -> dict[str, Any]:
         """Return (epoch, consumed ranges): all that a run of any other number of workers needs to go on.
@@ -133,26 +148,29 @@ class Leases:
         consumed = [list(pair) for pair in self._consumed]
         return {"epoch": self.epoch, "total": self.total, "next_lease": self._next, "consumed": consumed}
 
-    def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
-        """Continue from a state; leases that are out go back.
+    def load_state_dict(self, state: Mapping[str, Any], now: float, *, total: int | None = None) -> None:
+        """Continue from a state; leases that are out go back. ``total`` as in ``begin_epoch``.
 
         Raises:
             LeaseError: the state is of another number of positions, or its ranges are not within it.
         """
         consumed = [(start, stop) for start, stop in state["consumed"]]
-        if state["total"] != self.total or any(not 0 <= a < b <= self.total for a, b in consumed):
-            raise LeaseError(f"a state of {state['total']} positions is not one of {self.total}, or is damaged")
+        total = self.total if total is None else total
+        if state["total"] != total or any(not 0 <= a < b <= total for a, b in consumed):
+            raise LeaseError(f"a state of {state['total']} positions is not one of {total}, or is damaged")
         if any(after[0] < before[1] for before, after in pairwise(consumed)):
             raise LeaseError("the consumed ranges of a state overlap or are out of order")
         number = max(self._next, state["next_lease"])
-        self._commit({"op": "load", "epoch": state["epoch"], "next": number, "consumed": consumed}, now)
+        change = {"op": "load", "epoch": state["epoch"], "total": total, "next": number, "consumed": consumed}
+        self._commit(change, now)
 
     def _commit(self, change: dict[str, Any], now: float) -> None:
         """Write a change to the journal, and then make it."""
         self._write(journal_line(change))
-        self._make(change, now)
+        self.make(change, now)
 
-    def _make(self, change: Mapping[str, Any], now: float) -> None:
+    def make(self, change: Mapping[str, Any], now: float) -> None:
+        """Make a change of the journal."""
         kind = change["op"]
         if kind == "lease":
             number, start, stop = change["number"], change["start"], change["stop"]
@@ -182,9 +200,10 @@ class Leases:
             lease = self._leases.pop(change["number"])
             heapq.heappush(self._free, (lease.done, lease.stop))
         elif kind == "epoch":
+            self.total = change["total"]
             self._begin(change["epoch"], [])
         else:
-            self._next = change["next"]
+            self.total, self._next = change["total"], change["next"]
             self._begin(change["epoch"], [(start, stop) for start, stop in change["consumed"]])
 
     def replay(self, journal: bytes, now: float) -> int:
@@ -196,14 +215,9 @@ class Leases:
             LeaseError: another line is damaged.
         """
         length = 0
-        for index, line in enumerate(journal.splitlines(keepends=True)):
-            if not line.endswith(b"\n"):
-                break
-            text, _, checksum = line[:-1].rpartition(b" ")
-            if checksum != f"{xxh3_64(text):016x}".encode():
-                raise LeaseError(f"line {index + 1} of the journal of leases is damaged; restore the run's checkpoint")
-            self._make(json.loads(text), now)
-            length += len(line)
+        for change, stop in read_journal(journal):
+            self.make(change, now)
+            length = stop
         return length
 
 
@@ -211,6 +225,25 @@ def journal_line(change: Mapping[str, Any]) -> bytes:
     """Write a change as a line: JSON, and its checksum."""
     text = json.dumps(change).encode()
     return text + f" {xxh3_64(text):016x}\n".encode()
+
+
+def read_journal(journal: bytes) -> Iterator[tuple[dict[str, Any], int]]:
+    """Read the changes of a journal, each with the number of bytes up to its end.
+
+    A last line without its end was being written when the coordinator died, and never counted.
+
+    Raises:
+        LeaseError: another line is damaged.
+    """
+    length = 0
+    for index, line in enumerate(journal.splitlines(keepends=True)):
+        if not line.endswith(b"\n"):
+            break
+        text, _, checksum = line[:-1].rpartition(b" ")
+        if checksum != f"{xxh3_64(text):016x}".encode():
+            raise LeaseError(f"line {index + 1} of the journal of leases is damaged; restore the run's checkpoint")
+        length += len(line)
+        yield json.loads(text), length
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:

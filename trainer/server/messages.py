@@ -17,6 +17,10 @@ PieceKey = tuple[str, int]
 """A dense tensor's name and the index of its piece."""
 
 
+READER = -1
+"""The incarnation of who pulls and nothing else: it need not join, waits for nobody, and nobody for it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """The sender of a request, and what it believes to talk to; the token is the run's secret."""
@@ -86,6 +90,10 @@ class Push:
     weight: float = 1.0
     """Samples or tokens, for means."""
     rate: float | None = None
+    unit: int | None = None
+    """The number of the batch that the gradients are of, through all epochs: a bucket counts those of each once."""
+    settled: int = 0
+    """All batches before this one count already."""
 
 
 Outcome = Literal["applied", "duplicate", "gap", "moved"]
@@ -113,7 +121,10 @@ class Advance:
 
     header: Header
     clock: int
-    counts: Mapping[int, int]
+    buckets: NDArray[np.int64]
+    """Buckets (n,) by number, each once."""
+    counts: NDArray[np.int64]
+    """The parts (n,) sent to each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,3 +164,23 @@ class Pulled:
 
 Request = Join | Leave | Create | Push | Advance | Pull
 Reply = Joined | Pushed | Advanced | Pulled | None
+REQUESTS = (Join, Leave, Create, Push, Advance, Pull)
+
+
+def count_bytes(message: Request | Reply) -> int:
+    """The bytes of the arrays of a message: values as they are encoded, ids, versions and counts of 8 bytes each."""
+    if isinstance(message, Push):
+        total = sum(payload.data.nbytes for part in message.parts for payload in part.pieces.values())
+        rows = (one for part in message.parts for one in part.rows.values())
+        return total + sum(ids.nbytes + payload.data.nbytes for ids, payload in rows)
+    if isinstance(message, Create):
+        return sum(payload.data.nbytes for payload in message.pieces.values())
+    if isinstance(message, Advance):
+        return message.buckets.nbytes + message.counts.nbytes
+    if isinstance(message, Pull):
+        return sum(ids.nbytes + versions.nbytes for ids, versions in message.rows.values())
+    if isinstance(message, Pulled):
+        total = sum(payload.data.nbytes for payload in message.pieces.values())
+        rows_of = message.rows.values()
+        return total + sum(ids.nbytes + versions.nbytes + payload.data.nbytes for ids, versions, payload in rows_of)
+    return 0

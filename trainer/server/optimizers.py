@@ -101,6 +101,29 @@ class AdamW:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adagrad:
+    """Steps as ``torch.optim.Adagrad`` without a decay of the rate."""
+
+    rate: float = 1e-2
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    initial: float = 0.0
+    """The sums at the beginning."""
+
+    def __post_init__(self) -> None:
+        _check_numbers(rate=self.rate, eps=self.eps, weight_decay=self.weight_decay, initial=self.initial)
+
+    def new_state(self, like: Tensor) -> State:
+        return {"sum": torch.full_like(like, self.initial)}
+
+    def step(self, values: Tensor, gradients: Tensor, state: State, rate: float) -> None:
+        if self.weight_decay:
+            gradients = gradients.add(values, alpha=self.weight_decay)
+        total = state["sum"].addcmul_(gradients, gradients, value=1)
+        values.addcdiv_(gradients, total.sqrt().add_(self.eps), value=-rate)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad:
     """Divides by the root of one sum a row, of the mean squares of its gradients: 4 bytes a row of state."""
 

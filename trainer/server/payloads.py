@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -58,30 +59,40 @@ def encode(values: Tensor, config: CodecConfig) -> Payload:
     return Payload(codec=config.codec, shape=tuple(values.shape), data=coded.numpy())
 
 
-def decode(payload: Payload) -> Tensor:
+def decode(payload: Payload, *, checks_values: bool = True) -> Tensor:
     """Decode a payload to fp32 of its shape; it may share the payload's memory, and must not be written to.
+
+    Without ``checks_values`` values may be NaN or infinite.
 
     Raises:
         ServerRefusedError: codec, shape and bytes do not belong together, or a value is not finite.
     """
     size = math.prod(payload.shape)
     _check_length(payload, size)
-    data = payload.data if payload.data.flags.writeable else payload.data.copy()  # torch warns of read-only memory
-    coded = torch.from_numpy(data)
+    coded = _share(payload.data)
     if payload.codec == "fp32":
-        flat = coded.view(torch.float32) if data.ctypes.data % 4 == 0 else coded.clone().view(torch.float32)
+        flat = coded.view(torch.float32) if coded.data_ptr() % 4 == 0 else coded.clone().view(torch.float32)
     elif payload.codec == "bf16":
         flat = coded.clone().view(torch.bfloat16).float()
     elif payload.codec == "int8":
         flat = dequantise(coded, size)
     else:
         flat = _spread(coded, size)
-    if not is_finite(flat):
+    if checks_values and not is_finite(flat):
         bad = int((~torch.isfinite(flat)).sum())
         raise ServerRefusedError(
             f"{bad} of {size} values of shape {payload.shape} are NaN or infinite; nothing of the push was applied"
         )
     return flat.reshape(payload.shape)
+
+
+def _share(data: NDArray[np.uint8]) -> Tensor:
+    """Make a tensor of an array's memory, even if it is read-only, as what Ray hands over is: torch would warn."""
+    if data.flags.writeable or not data.size or not data.flags.c_contiguous:
+        return torch.from_numpy(data if data.flags.writeable else data.copy())
+    memory = (ctypes.c_uint8 * data.size).from_address(data.ctypes.data)
+    memory.owner = data  # type: ignore[attr-defined]  # lives as long as the tensor
+    return torch.from_numpy(np.frombuffer(memoryview(memory), np.uint8))
 
 
 def is_finite(values: Tensor) -> bool:

@@ -90,6 +90,16 @@ class Placement:
         """The shard that holds a bucket."""
         return self._names[int(self._ranked[0, bucket])]
 
+    def holds(self, shard: str, buckets: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell of each of these buckets (n,) if it lies on a shard."""
+        found: NDArray[np.bool_] = self._ranked[0, buckets] == self._names.index(shard)
+        return found
+
+    def split(self, buckets: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Divide buckets (n,) by the shard that holds them, those of none left out."""
+        parts = {shard: buckets[self.holds(shard, buckets)] for shard in self._names}
+        return {shard: part for shard, part in parts.items() if len(part)}
+
     def holders(self, bucket: int, replicas: int) -> tuple[str, ...]:
         """The shards that hold a bucket and its copies, the one that answers first; fewer where there are fewer."""
         return tuple(self._names[index] for index in self._ranked[:replicas, bucket])

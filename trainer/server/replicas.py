@@ -1,15 +1,195 @@
-"""Replicas: a primary passes each request on before it is acknowledged, and a copy that lags is replaced as a whole.
+"""Replicas: a shard has each change copied to another one before it answers, and holds copies for others.
 
-Both shards are the same state machine, so that the same requests in the same order give the same bits. ``changes``
-tells whether a copy stands where the primary stood before a request.
+Shard and copy are the same state machine, so that the same requests in the same order give the same bits. A bucket's
+``changes`` tell whether a copy stands where the bucket stood before a request; one that does not is sent whole.
 """
 
 from __future__ import annotations
 
-from ..errors import ServerRefusedError
+import hmac
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..errors import ServerError, ServerRefusedError, TrainerConfigError
 from .messages import Advance, Create, Pull, Push, Reply, Request
-from .placement import bucket_of_piece, buckets_of_rows
-from .shard import Shard
+from .placement import Placement, bucket_of_piece, buckets_of_rows
+from .shard import ServerConfig, Shard
+
+_AT_ONCE = 256
+"""Buckets that are sent whole in one message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Changes for the shard that holds copies: a request that made them, or buckets whole.
+
+    ``order`` is the time of the sender's start and the number of the message since: what comes late is not applied.
+    """
+
+    source: str
+    order: tuple[int, int]
+    now: float
+    request: Request | None = None
+    before: Mapping[int, int] = field(default_factory=dict)
+    """The ``changes`` of each bucket of the request before it."""
+    after: Mapping[int, int] = field(default_factory=dict)
+    whole: Mapping[int, bytes] = field(default_factory=dict)
+    """Snapshots of buckets."""
+    members: Mapping[str, tuple[int, int]]
+    fenced: Mapping[str, int]
+    token: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """The buckets of a request that a copy has to get whole."""
+
+    lagging: tuple[int, ...] = ()
+
+
+Send = Callable[[str, Copy], Copied]
+"""Bring a message to a shard, or raise ShardUnreachableError if it gave no answer."""
+
+
+class ReplicatedShard:
+    """A shard of a placement with ``replicas`` (1 or 2), which has its changes copied and holds copies of others.
+
+    ``start`` is higher each time that the shard starts anew. ``handle`` and ``tick`` are for one thread, ``copy`` and
+    ``copies_of`` for another. All mutable state: the shard, the copies, the order of the last message from each shard,
+    and which of its own changes have been copied where.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ServerConfig,
+        placement: Placement,
+        *,
+        replicas: int,
+        send: Send,
+        start: int,
+        buckets: Collection[int] = (),
+        shares_memory: bool = False,
+    ) -> None:
+        if replicas not in (1, 2):
+            raise TrainerConfigError(f"replicas={replicas} must be 1 (checkpoints only) or 2 (a copy of each bucket)")
+        self._copying = replicas == 2 and len(placement.weights) > 1
+        self.own = Shard(name, config, buckets, is_replicated=self._copying, shares_memory=shares_memory)
+        self._placement, self._send = placement, send
+        self._order = (start, 0)
+        self._copied: dict[int, tuple[str, int]] = {}
+        self._copies: dict[str, Shard] = {}
+        self._last: dict[str, tuple[int, int]] = {}
+
+    def handle(self, request: Request, now: float) -> Reply:
+        """Handle a request of a worker; when this returns, another shard has what it changed.
+
+        Raises:
+            ServerRefusedError, NoQuorumError: as ``Shard.handle``.
+            ShardUnreachableError: the copy could not be made; sent again, the request is a duplicate and is copied.
+        """
+        if not self._copying:
+            return self.own.handle(request, now)
+        numbers = touched(request, self.own)
+        before = {number: self.own.buckets[number].changes for number in numbers}
+        reply = self.own.handle(request, now)
+        self._copy(numbers, before, request, now)
+        return reply
+
+    def tick(self, now: float) -> None:
+        """Close rounds whose time is over, and make copies that are lacking."""
+        self.own.tick(now)
+        if self._copying:
+            self._copy(self.own.buckets, {}, None, now)
+
+    def forget_copies_on(self, peer: str) -> None:
+        """Note that a shard started anew, and has no copies; the next ``tick`` makes them."""
+        self._copied = {number: held for number, held in self._copied.items() if held[0] != peer}
+
+    def copy(self, message: Copy) -> Copied:
+        """Apply what another shard sends to the copies of its buckets.
+
+        Raises:
+            ServerRefusedError: the sender has not the run's token, or a bucket is damaged.
+        """
+        if not hmac.compare_digest(message.token.encode(), self.own.config.token.encode()):
+            raise ServerRefusedError(f"{self.own.name}: {message.source!r} has not the token of the run")
+        if message.order <= self._last.get(message.source, (0, 0)):
+            return Copied(lagging=tuple(message.before))
+        self._last[message.source] = message.order
+        place = f"the copy of {message.source} on {self.own.name}"
+        held = self._copies.setdefault(message.source, Shard(place, self.own.config))
+        held.members, held.fenced = dict(message.members), dict(message.fenced)
+        lagging = _other(message.before, held)
+        if message.request is not None and not lagging:
+            try:
+                held.handle(message.request, message.now)
+            except ServerError:
+                lagging = list(message.before)
+        for number, data in message.whole.items():
+            held.adopt(data, place=f"{place}, bucket {number}")
+        return Copied(lagging=tuple({*lagging, *_other(message.after, held)}))
+
+    def copies_of(self, source: str) -> dict[int, bytes]:
+        """The snapshots of the copies of another shard's buckets, which starts anew."""
+        held = self._copies.get(source)
+        return {} if held is None else {number: held.snapshot(number) for number in held.buckets}
+
+    def adopt_copies(self, peer: str, copies: Mapping[int, bytes]) -> list[int]:
+        """Hold the buckets that another shard has the copies of; returns their numbers."""
+        mine = [number for number in copies if self._peer_of(number) == peer]
+        for number in mine:
+            self.own.adopt(copies[number], place=f"the copy of bucket {number} on {peer}")
+            self._copied[number] = peer, self.own.buckets[number].changes
+        return mine
+
+    def _peer_of(self, number: int) -> str:
+        return self._placement.holders(number, 2)[1]
+
+    def _copy(self, numbers: Iterable[int], before: Mapping[int, int], request: Request | None, now: float) -> None:
+        """Bring the copies of buckets up to date, by the request where they stood where the buckets stood before it."""
+        due: dict[str, list[int]] = {}
+        for number in numbers:
+            peer = self._peer_of(number)
+            if self._copied.get(number) != (peer, self.own.buckets[number].changes):
+                due.setdefault(peer, []).append(number)
+        for peer, lacking in due.items():
+            whole = lacking
+            if isinstance(request, Push | Create | Advance):
+                near = [number for number in lacking if self._copied.get(number) == (peer, before[number])]
+                if near:
+                    after = {number: self.own.buckets[number].changes for number in near}
+                    part, marks = _part(request, set(near)), {number: before[number] for number in near}
+                    reply = self._send(peer, self._message(now, request=part, before=marks, after=after))
+                    self._note(peer, set(near) - set(reply.lagging))
+                    whole = sorted(set(lacking) - set(near) | set(reply.lagging))
+            for first in range(0, len(whole), _AT_ONCE):
+                several = whole[first : first + _AT_ONCE]
+                snapshots = {number: self.own.snapshot(number) for number in several}
+                after = {number: self.own.buckets[number].changes for number in several}
+                reply = self._send(peer, self._message(now, whole=snapshots, after=after))
+                if reply.lagging:
+                    raise ServerError(f"{self.own.name}: {peer} does not take the copies of buckets {reply.lagging}")
+                self._note(peer, several)
+
+    def _message(self, now: float, **values: object) -> Copy:
+        start, number = self._order
+        self._order = start, number + 1
+        own = self.own
+        return Copy(
+            source=own.name,
+            order=self._order,
+            now=now,
+            members=dict(own.members),
+            fenced=dict(own.fenced),
+            token=own.config.token,
+            **values,  # type: ignore[arg-type]
+        )
+
+    def _note(self, peer: str, numbers: Iterable[int]) -> None:
+        self._copied.update({number: (peer, self.own.buckets[number].changes) for number in numbers})
 
 
 def touched(request: Request, shard: Shard) -> list[int]:
@@ -19,7 +199,7 @@ def touched(request: Request, shard: Shard) -> list[int]:
     elif isinstance(request, Create):
         numbers = {bucket_of_piece(*key) for key in request.pieces}
     elif isinstance(request, Advance):
-        numbers = set(request.counts)
+        numbers = set(request.buckets.tolist())
     elif isinstance(request, Pull):  # time may close a round
         numbers = set(request.buckets).union(
             *(buckets_of_rows(table, ids).tolist() for table, (ids, _) in request.rows.items())
@@ -29,31 +209,21 @@ def touched(request: Request, shard: Shard) -> list[int]:
     return sorted(numbers & set(shard.buckets))
 
 
-def lagging(primary: dict[int, int], copy: Shard) -> list[int]:
-    """The buckets that a copy has to get whole, given the primary's ``changes`` before a request."""
+def _part(request: Push | Create | Advance, numbers: set[int]) -> Request:
+    """The request as far as it is about these buckets."""
+    if isinstance(request, Push):
+        return replace(request, parts=tuple(part for part in request.parts if part.bucket in numbers))
+    if isinstance(request, Create):
+        pieces = {key: one for key, one in request.pieces.items() if bucket_of_piece(*key) in numbers}
+        return replace(request, pieces=pieces)
+    is_mine = np.isin(request.buckets, sorted(numbers))
+    return replace(request, buckets=request.buckets[is_mine], counts=request.counts[is_mine])
+
+
+def _other(changes: Mapping[int, int], shard: Shard) -> list[int]:
+    """The buckets that a shard lacks, or has with other ``changes``."""
     return [
         number
-        for number, changes in primary.items()
-        if number not in copy.buckets or copy.buckets[number].changes != changes
+        for number, count in changes.items()
+        if number not in shard.buckets or shard.buckets[number].changes != count
     ]
-
-
-def handle_replicated(primary: Shard, copy: Shard, request: Request, now: float) -> Reply:
-    """Have both shards handle a request; the copy of every bucket that it changes equals the primary's afterwards.
-
-    ``copy`` holds copies only, and answers nobody. If it raises, the reply is lost, the worker sends the request again,
-    and the copy is brought up to date then.
-    """
-    marks = {number: primary.buckets[number].changes for number in touched(request, primary)}
-    reply = primary.handle(request, now)
-    late = set(lagging(marks, copy))
-    if not late and not isinstance(request, Pull):
-        try:
-            copy.handle(request, now)
-        except ServerRefusedError:  # a copy that has not heard of the worker
-            late = set(marks)
-    late |= set(lagging({number: primary.buckets[number].changes for number in marks}, copy))
-    for number in sorted(late):
-        copy.adopt(primary.snapshot(number), place=f"the copy of bucket {number}")
-    copy.members, copy.fenced = dict(primary.members), dict(primary.fenced)
-    return reply

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import ServerRefusedError, TrainerConfigError
-from .placement import PIECE_BYTES, mix, stable_hash
+from . import placement
+from .placement import PIECE_BYTES, bucket_of_piece, mix, stable_hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,13 @@ class Schema:
             raise TrainerConfigError(f"a parameter server holds each name once, and these come twice: {twice}")
         described = [[type(spec).__name__, asdict(spec)] for spec in specs]
         self.digest = f"{stable_hash(json.dumps(described, sort_keys=True)):016x}"
+
+    def buckets(self) -> NDArray[np.int64]:
+        """The buckets (n,), in order, that can hold something: those of pieces, or all where there is a table."""
+        if self.tables:
+            return np.arange(placement.BUCKETS)
+        numbers = {bucket_of_piece(spec.name, index) for spec in self.tensors for index in range(spec.pieces)}
+        return np.array(sorted(numbers), np.int64)
 
     def tensor(self, name: str) -> TensorSpec:
         """Look up a tensor.

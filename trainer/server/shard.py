@@ -17,6 +17,7 @@ from . import snapshots
 from .bucket import Bucket, Gradients, Piece, Reduction, RowBlock, merge
 from .messages import (
     PROTOCOL,
+    READER,
     Ack,
     Advance,
     Advanced,
@@ -70,17 +71,26 @@ class Shard:
     """Some of the buckets of a run. All mutable state: the buckets, the members, and which sequences are durable.
 
     ``members`` are the workers that others may have to wait for, with their incarnations and the clocks at which they
-    joined. ``fenced`` are the incarnations of workers that were forgotten.
+    joined. ``fenced`` are the incarnations of workers that were forgotten. Of ``buckets`` those are held that can hold
+    something. With ``shares_memory`` a reply shares the memory of values until the next request, which is right only
+    where the transport has copied it by then.
     """
 
     def __init__(
-        self, name: str, config: ServerConfig, buckets: Collection[int] = (), *, is_replicated: bool = False
+        self,
+        name: str,
+        config: ServerConfig,
+        buckets: Collection[int] = (),
+        *,
+        is_replicated: bool = False,
+        shares_memory: bool = False,
     ) -> None:
         self.name, self.config = name, config
-        self.buckets = {number: Bucket(number) for number in sorted(buckets)}
+        used = config.schema.buckets().tolist()
+        self.buckets = {number: Bucket(number) for number in sorted(set(buckets) & set(used))}
         self.members: dict[str, tuple[int, int]] = {}
         self.fenced: dict[str, int] = {}
-        self._is_replicated = is_replicated
+        self._is_replicated, self._shares_memory = is_replicated, shares_memory
         self._durable: dict[tuple[int, str], tuple[int, int]] = {}
         self._specs: dict[str, TableSpec] = {spec.name: spec for spec in config.schema.tables}
 
@@ -95,9 +105,10 @@ class Shard:
         if isinstance(request, Join):
             return self._join(request)
         if isinstance(request, Leave):
-            self._leave(request.worker, now)
+            self._leave(request, now)
             return None
-        self._check_member(request.header)
+        if not (isinstance(request, Pull) and request.header.incarnation == READER):
+            self._check_member(request.header)
         if isinstance(request, Create):
             self._create(request)
             return None
@@ -141,7 +152,7 @@ class Shard:
         worker, incarnation = request.header.worker, request.header.incarnation
         held, clock = self.members.get(worker, (-1, 0))
         if incarnation < held or incarnation <= self.fenced.get(worker, -1):
-            raise ServerRefusedError(
+            raise NotJoinedError(
                 f"{self.name}: worker {worker!r}, incarnation {incarnation}, was replaced or given up; start it anew "
                 f"with an incarnation above {max(held, self.fenced.get(worker, -1))}"
             )
@@ -165,11 +176,16 @@ class Shard:
         if before != (incarnation, bucket.clocks[worker]):
             bucket.changes += 1
 
-    def _leave(self, worker: str, now: float) -> None:
-        incarnation = self.members.pop(worker, (-1, 0))[0]
-        if incarnation < 0:
+    def _leave(self, request: Leave, now: float) -> None:
+        """Forget a worker, up to the incarnation that the header names if it is of this worker."""
+        worker = request.worker
+        held = self.members.get(worker, (-1, 0))[0]
+        incarnation = request.header.incarnation if request.header.worker == worker else held
+        if incarnation >= 0:
+            self.fenced[worker] = max(incarnation, self.fenced.get(worker, -1))
+        if not 0 <= held <= incarnation:
             return
-        self.fenced[worker] = incarnation
+        del self.members[worker]
         for bucket in self.buckets.values():
             self._forget(bucket, worker, incarnation)
             self._close_rounds(bucket, now)
@@ -239,6 +255,9 @@ class Shard:
         for bucket, part, gradients in new:  # all are valid: nothing fails from here on
             bucket.sequences[header.worker] = (header.incarnation, part.sequence)
             bucket.changes += 1
+            if not bucket.count_unit(request.unit, request.settled):  # another worker's of the same batch do
+                acks[part.bucket] = self._ack("duplicate", bucket, header)
+                continue
             if self.config.policy.merges == "no":
                 self._apply(bucket, gradients)
             else:
@@ -313,7 +332,7 @@ class Shard:
         worker, incarnation = request.header.worker, request.header.incarnation
         behind: dict[int, int] = {}
         moved: list[int] = []
-        for number, count in request.counts.items():
+        for number, count in zip(request.buckets.tolist(), request.counts.tolist(), strict=True):
             bucket = self.buckets.get(number)
             if bucket is None:
                 moved.append(number)
@@ -332,16 +351,18 @@ class Shard:
             least = min(bucket.clocks.values(), default=None)
             ready = sorted({one.step for one in bucket.pending if least is None or one.step < least})
             for step in ready:
-                self._close(bucket, lambda one, step=step: one.step == step)  # type: ignore[misc]
+                pushed = {one.worker for one in bucket.pending if one.step == step}
+                took_part = {name for name, (_, joined) in self.members.items() if joined <= step}
+                self._close(bucket, lambda one, step=step: one.step == step, len(took_part - pushed))  # type: ignore[misc]
         elif self._verdict(bucket, now) == "close":
             firsts = {id(one) for one in {one.worker: one for one in reversed(bucket.pending)}.values()}
             self._close(bucket, lambda one: id(one) in firsts)
             self._close_rounds(bucket, now)
 
-    def _close(self, bucket: Bucket, belongs: Callable[[Gradients], bool]) -> None:
+    def _close(self, bucket: Bucket, belongs: Callable[[Gradients], bool], absent: int = 0) -> None:
         chosen = [one for one in bucket.pending if belongs(one)]
         bucket.pending = [one for one in bucket.pending if not belongs(one)]
-        self._apply(bucket, merge(chosen, self.config.reduction))
+        self._apply(bucket, merge(chosen, self.config.reduction, absent))
 
     def _verdict(self, bucket: Bucket, now: float) -> str:
         policy = self.config.policy
@@ -373,11 +394,12 @@ class Shard:
                 )
         if slow:
             return Pulled(waiting_for=tuple(sorted(slow)))
+        is_shared = self._shares_memory or request.codec.codec != "fp32"
         newer = [number for number, known in request.buckets.items() if self.buckets[number].version != known]
         return Pulled(
             versions={number: self.buckets[number].version for number in newer},
             pieces={
-                key: encode(piece.values[0].clone(), request.codec)
+                key: encode(piece.values[0] if is_shared else piece.values[0].clone(), request.codec)
                 for number in newer
                 for key, piece in self.buckets[number].pieces.items()
             },
@@ -454,6 +476,13 @@ class Shard:
                 self._admit(bucket, worker)
         self.confirm(bucket.number, bucket.sequences)
         return bucket.number
+
+    def hold_empty(self, numbers: Collection[int]) -> None:
+        """Hold buckets that have nothing yet."""
+        for number in numbers:
+            self.buckets[number] = Bucket(number)
+            for worker in self.members:
+                self._admit(self.buckets[number], worker)
 
     def release(self, number: int) -> bytes:
         """Stop holding a bucket, and return its snapshot."""

@@ -49,6 +49,8 @@ def snapshot(bucket: Bucket, *, run: str, schema: str) -> bytes:
         "sequences": bucket.sequences,
         "clocks": bucket.clocks,
         "fenced": bucket.fenced,
+        "settled": bucket.settled,
+        "counted": sorted(bucket.counted),
         "pieces": [[*key, tensors.put(one.values), state_of(one.state)] for key, one in bucket.pieces.items()],
         "tables": {
             name: [
@@ -100,6 +102,7 @@ def restore(data: bytes, *, run: str, schema: str, place: str = "a snapshot") ->
     bucket.version, bucket.changes = described["version"], described["changes"]
     bucket.sequences = {worker: (pair[0], pair[1]) for worker, pair in described["sequences"].items()}
     bucket.clocks, bucket.fenced = described["clocks"], described["fenced"]
+    bucket.settled, bucket.counted = described["settled"], set(described["counted"])
     for name, index, values, state in described["pieces"]:
         held = {key: tensors[number] for key, number in state.items()}
         bucket.pieces[name, index] = Piece(values=tensors[values], state=held)

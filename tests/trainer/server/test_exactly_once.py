@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_cluster import FAULTS, Cluster, adding, few_buckets
+from server_cluster import COPY_FAULTS, FAULTS, Cluster, adding, few_buckets
 
 from penstock.trainer.server.placement import Placement
 from penstock.trainer.server.policies import AnyPolicy, Asp, Bsp, Quorum, Ssp
@@ -60,11 +60,13 @@ def check_sum(cluster: Cluster, count: int) -> None:
     st.booleans(),
     st.integers(1, 3),
     st.integers(1, 4),
+    st.lists(st.sampled_from(COPY_FAULTS), max_size=60),
 )
 def test_k_pushes_of_v_sum_to_k_v_through_any_faults(
-    faults: list[str], policy: AnyPolicy, is_replicated: bool, workers: int, steps: int
+    faults: list[str], policy: AnyPolicy, is_replicated: bool, workers: int, steps: int, copy_faults: list[str]
 ) -> None:
-    cluster = Cluster(adding(policy=policy), is_replicated=is_replicated)
+    cluster = Cluster(adding(policy=policy), shards=3 if steps == 4 else 2, is_replicated=is_replicated)
+    cluster.copy_faults = iter(copy_faults)
     cluster.start = _with_faults(cluster, faults)  # type: ignore[method-assign]
     train(cluster, steps, workers)
 
@@ -136,6 +138,8 @@ def test_a_replica_is_equal_to_the_bit_after_faults() -> None:
     for client in clients:
         client.push(V)
     for name, shard in cluster.shards.items():
+        copies: dict[int, bytes] = {}
+        for host in cluster.hosts.values():
+            copies.update(host.copies_of(name))
         for number in shard.buckets:
-            if shard.buckets[number].pieces:
-                assert shard.snapshot(number) == cluster.copies[name].snapshot(number)
+            assert shard.snapshot(number) == copies[number]

@@ -168,7 +168,7 @@ def test_a_new_incarnation_counts_from_one_and_fences_the_old() -> None:
 def test_a_forgotten_worker_is_not_waited_for_and_cannot_come_back_as_it_was() -> None:
     shard = shard_of(adding(policy=Bsp()), "ab")
     shard.handle(push(1), 0.0)
-    shard.handle(Advance(header=HEADER, clock=1, counts={B: 1}), 0.0)
+    shard.handle(Advance(header=HEADER, clock=1, buckets=np.array([B]), counts=np.array([1])), 0.0)
     pull = Pull(header=HEADER, clock=1, buckets={B: -1})
     assert shard.handle(pull, 0.0).waiting_for == ("b",)  # type: ignore[union-attr]
     shard.handle(Leave(header=HEADER, worker="b"), 0.0)

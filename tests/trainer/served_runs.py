@@ -1,0 +1,112 @@
+"""Small recipes for runs on a parameter server, and what their workers see; modules by import path, as recipes name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.trainer import ServerEmbedding
+from penstock.trainer.recipes.recipe import Recipe, build_recipe
+
+ROWS, FEATURES, IDS = 6, 5, 12
+MODULE = "served_runs"
+
+
+class Net(nn.Module):
+    """Two layers, of which each worker makes the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = self.layers(batch["x"])
+        return out.squeeze(1)
+
+
+class TableNet(nn.Module):
+    """A dense layer over the sum of two looked up rows; ``is_served``: of a table on servers."""
+
+    def __init__(self, is_served: bool = True, looks_up: bool = True) -> None:
+        super().__init__()
+        self.table = ServerEmbedding("words", 4, seed=3, scale=0.5)
+        if looks_up:
+            self.lookups = lambda batch: {"words": batch["ids"]}
+        if not is_served:
+            self.table = nn.Embedding.from_pretrained(self.table.spec.first_rows(torch.arange(IDS).numpy()), False)  # type: ignore[assignment]
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = self.out(self.table(batch["ids"]).sum(1))
+        return out.squeeze(1)
+
+
+class Tally(nn.Module):
+    """A number for each batch of an epoch, which its gradient lowers by 1 where the rate is 1."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(batches))
+
+
+def make_batches(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "x": torch.randn(ROWS, FEATURES, generator=generator),
+            "ids": torch.randint(0, IDS, (ROWS, 2), generator=generator),
+            "y": torch.randn(ROWS, generator=generator),
+            "place": torch.tensor(place),
+        }
+        for place in range(count)
+    ]
+
+
+def squares(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return (model(batch) - batch["y"]).square().sum(), len(batch["y"])
+
+
+def count_once(model: Tally, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    return model.counts[batch["place"]], 1
+
+
+def mean_square(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    total, count = squares(model, batch)
+    return {"loss": (total, count)}
+
+
+def recipe_of(
+    folder: object,
+    *,
+    batches: int = 12,
+    model: str = "Net",
+    model_args: Mapping[str, Any] | None = None,
+    loss: str = "squares",
+    optimizer: Mapping[str, Any] | None = None,
+    evaluates: bool = False,
+    trainer: Mapping[str, Any] | None = None,
+    **server: object,
+) -> Recipe:
+    tables: dict[str, Any] = {
+        "model": {"use": f"{MODULE}:{model}", "args": dict(model_args or {})},
+        "optimizer": dict(optimizer or {"use": "torch.optim:SGD", "args": {"lr": 0.05}}),
+        "loss": {"use": f"{MODULE}:{loss}"},
+        "data": {"use": f"{MODULE}:make_batches", "args": {"count": batches}},
+        "trainer": {
+            "epochs": 1,
+            "output_dir": str(folder),
+            "device": "cpu",
+            "parallel": {"mode": "parameter_server"},
+            "precision": {"dtype": "fp32"},
+            "report": {"quiet": True, "every": 1},
+            "server": {"policy": "bsp", **server},
+            **(trainer or {}),
+        },
+    }
+    if evaluates:
+        data = {"use": f"{MODULE}:make_batches", "args": {"count": 3, "seed": 1}}
+        tables["evaluation"] = {"use": f"{MODULE}:mean_square", "data": data}
+    return build_recipe(tables)

@@ -1,0 +1,62 @@
+"""Spread the transformation of samples over a Ray cluster. Reading, cutting and writing stay here, so the bytes do."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from os import cpu_count
+from typing import Any
+
+from ...loader.errors import ConfigError, WorkerError
+from ...storage.errors import PenstockError
+from ...storage.ray_cluster import open_cluster
+
+Part = tuple[int, int, int, Any]
+Work = Callable[[Any, int], Any]
+_TRIES = 3  # of a part whose process or node died
+
+
+def in_cluster(parts: Iterator[Part], transform: Work, cluster: str) -> Iterator[Part]:
+    """Transform (piece, number, ordinal of the first item, items) by tasks; yields (piece, number, rows, items).
+
+    The order stays. ``cluster`` is as of ``open_cluster``.
+
+    Raises:
+        ClusterError: Ray is not installed, or no cluster is there.
+        ConfigError: the functions cannot be sent to it.
+        WorkerError: the processes that had a part died, several in a row.
+    """
+    with open_cluster(cluster, cpus=max(2, cpu_count() or 1)) as ray:
+        try:
+            held = ray.put(transform)
+        except Exception as exc:
+            raise ConfigError(f"the functions given as map= and tokenizer= cannot be sent to Ray: {exc}") from exc
+        work = ray.remote(num_cpus=1, max_retries=_TRIES)(_work)
+        running: deque[tuple[int, int, int, Any]] = deque()
+        ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 1))) + 2
+        for piece, number, ordinal, items in parts:
+            if len(running) >= ahead:
+                yield _wait(ray, *running.popleft())
+            running.append((piece, number, len(items), work.remote(held, items, ordinal)))
+        while running:
+            yield _wait(ray, *running.popleft())
+
+
+def _work(transform: Work, items: Any, first: int) -> Any:
+    return transform(items, first)
+
+
+def _wait(ray: Any, piece: int, number: int, rows: int, done: Any) -> Part:
+    try:
+        return piece, number, rows, ray.get(done)
+    except ray.exceptions.RayTaskError as exc:
+        if isinstance(exc.cause, PenstockError):
+            raise exc.cause from exc
+        raise WorkerError(
+            f"a task on the Ray cluster failed: {exc.cause!r}; is penstock installed on every node?"
+        ) from exc
+    except ray.exceptions.RayError as exc:
+        raise WorkerError(
+            f"the Ray cluster lost a part of the work {_TRIES} times ({type(exc).__name__}): its processes end, "
+            "perhaps for want of memory; run the same command again to go on"
+        ) from exc

@@ -1,0 +1,97 @@
+"""The way from a worker to its run by calls of actors, which are made again until they are answered."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ShardUnreachableError
+from ..server.leases import Lease
+from ..server.messages import Reply, Request
+from ..server.placement import Placement
+from ..server.services import Begun, Task
+from .calls import find_actor, wait_for
+from .coordinator_actor import NAME
+
+_SHARD_S = 60.0
+_COORDINATOR_S = 150.0
+_PATIENCE_S = 180.0
+_FRESH_S = 0.5
+
+
+class RayServices:
+    """``Services`` of a run whose actors have names in this namespace. For several threads.
+
+    All mutable state: handles of actors, the placement, and whether the run stops, as heard a moment ago.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._lock = threading.Lock()
+        self._actors: dict[str, Any] = {}
+        self._stopping: tuple[float, bool] = (-1.0, False)
+
+    def call(self, shard: str, request: Request) -> Reply:
+        reply: Reply = wait_for(self._actor(shard).handle.remote(request), shard, timeout_s=_SHARD_S)
+        return reply
+
+    def placement(self) -> Placement:
+        return Placement(self._ask("weights"))
+
+    def begin(self, worker: str) -> Begun:
+        begun: Begun = self._ask("ask", self._token, "begin", worker)
+        return begun
+
+    def leave(self, worker: str, incarnation: int) -> None:
+        self._ask("ask", self._token, "leave", worker, incarnation)
+
+    def lease(self, worker: str, incarnation: int, after: int) -> Lease | None:
+        lease: Lease | None = self._ask("ask", self._token, "lease", worker, incarnation, after)
+        return lease
+
+    def consume(self, worker: str, incarnation: int, lease: int, upto: int) -> int:
+        settled: int = self._ask("ask", self._token, "consume", worker, incarnation, lease, upto)
+        return settled
+
+    def renew(self, worker: str, incarnation: int) -> None:
+        self._ask("ask", self._token, "renew", worker, incarnation)
+
+    def report(self, worker: str, numbers: Mapping[str, float]) -> None:
+        self._ask("ask", self._token, "report", worker, dict(numbers))
+
+    def task(self, worker: str, incarnation: int) -> Task | None:
+        task: Task | None = self._ask("ask", self._token, "task", worker, incarnation)
+        return task
+
+    def proceed(self, worker: str, incarnation: int, task: Task) -> None:
+        self._ask("ask", self._token, "proceed", worker, incarnation, task)
+
+    def finish(self, worker: str, incarnation: int, task: Task, metrics: Mapping[str, float]) -> None:
+        self._ask("ask", self._token, "finish", worker, incarnation, task, dict(metrics))
+
+    def is_stopping(self) -> bool:
+        at, is_stopping = self._stopping
+        if not is_stopping and time.monotonic() - at > _FRESH_S:
+            is_stopping = self._ask("is_stopping")
+            self._stopping = time.monotonic(), is_stopping
+        return is_stopping
+
+    def _actor(self, name: str) -> Any:
+        with self._lock:
+            if name not in self._actors:
+                self._actors[name] = find_actor(name)
+            return self._actors[name]
+
+    def _ask(self, method: str, *values: Any) -> Any:
+        """Call the coordinator until it answers; it may be starting anew."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                reply = getattr(self._actor(NAME), method).remote(*values)
+                return wait_for(reply, "the coordinator", timeout_s=_COORDINATOR_S)
+            except ShardUnreachableError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)

@@ -1,0 +1,59 @@
+"""The actor of a worker: it builds the recipe where it is placed, and trains until the run is over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...storage.errors import PenstockError
+from ...storage.ray_cluster import import_ray
+from ..asynchronous.worker import WorkerOptions, run_worker
+from ..recipes.recipe import build_recipe
+from .calls import Refused
+from .services import RayServices
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """All that a worker is started with; ``folder`` is the one that relative paths of the recipe are in."""
+
+    name: str
+    recipe: Mapping[str, Any]
+    folder: str
+    token: str
+    silence_s: float
+
+    def __repr__(self) -> str:
+        return f"WorkerSettings(name={self.name!r})"  # no token
+
+
+class TrainingWorker:
+    """A worker as an actor; one that died is replaced by the driver, and not by Ray."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        if Path(settings.folder).is_dir():
+            os.chdir(settings.folder)
+
+    def pid(self) -> int:
+        """The process that it runs in."""
+        return os.getpid()
+
+    def run(self) -> Refused | None:
+        """Train until the run is over."""
+        settings = self._settings
+        try:
+            recipe = build_recipe(settings.recipe)
+            options = WorkerOptions(silence_s=settings.silence_s)
+            run_worker(recipe, settings.name, RayServices(settings.token), options)
+        except PenstockError as exc:
+            return Refused.of(exc)
+        return None
+
+
+def make_actor_class() -> Any:
+    """The class as Ray wants it."""
+    return import_ray().remote(max_restarts=0, max_task_retries=0)(TrainingWorker)
