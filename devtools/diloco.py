@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,21 +29,28 @@ CASES: dict[str, dict[str, Any] | None] = {
     "streaming": {"fragments": 5, "overlap": 2, "alpha": 0.5, "codec": "bf16"},
     "average": {"rate": 1.0, "momentum": 0.0},
 }
+_WARM = "warm "
+"""Prefix of cases that begin with the first half of the run by all-reduce, as DiLoCo's authors begin."""
 
 
 def run_case(name: str, folder: Path, *, steps: int, every: int) -> dict[str, Any]:
     """Train one case; returns its last loss, the bytes that rank 0 sent, and seconds."""
-    given = CASES[name]
+    given = CASES[name.removeprefix(_WARM)]
     options = {"zero": 0, "blocks": "none"}
     if given is not None:
         options |= {"mode": "diloco"} | {f"diloco.{key}": one for key, one in ({"every": every} | given).items()}
-    output = folder / name.replace(", ", "-")
+    output = folder / name.replace(", ", "-").replace(" ", "-")
+    if name.startswith(_WARM):
+        half = f"checkpoints/step-{steps // 2}"
+        if not (folder / "allreduce" / half).exists():
+            sys.exit(f"{name!r} begins with {half} of the case allreduce; run that too, in the same --folder")
+        shutil.copytree(folder / "allreduce" / half, output / half)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_RANKS}"),
         *("-m", "penstock.trainer", "gpt", f"--trainer.steps={steps}", f"--trainer.output-dir={output}"),
         *(f"--trainer.parallel.{key}={one}" for key, one in options.items()),
-        *("--trainer.checkpoint.every-steps=0", "--trainer.checkpoint.keep-best=0", "--trainer.report.quiet=true"),
-        *("--trainer.report.every=10", f"--trainer.evaluate.every={steps}"),
+        *(f"--trainer.checkpoint.every-steps={steps // 2}", "--trainer.checkpoint.keep-best=0"),
+        *("--trainer.report.quiet=true", "--trainer.report.every=10", f"--trainer.evaluate.every={steps}"),
     ]
     print(" ".join(command), flush=True)
     subprocess.run(command, check=True, cwd=folder)
@@ -63,7 +71,8 @@ def main() -> None:
     parser.add_argument("result", nargs="?", type=Path)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--cases", default=",".join(one.replace(", ", "+") for one in CASES))
+    cases = [one.replace(", ", "+") for one in (*CASES, *(_WARM + one for one in CASES if one != "allreduce"))]
+    parser.add_argument("--cases", default=",".join(cases))
     parser.add_argument("--folder", type=Path, help="where data and runs are kept; by default they are deleted")
     arguments = parser.parse_args()
     names = [one.replace("+", ", ") for one in arguments.cases.split(",")]

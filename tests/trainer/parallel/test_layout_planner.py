@@ -21,6 +21,7 @@ from penstock.trainer.__main__ import main
 from penstock.trainer.errors import RecipeError, TrainerConfigError
 from penstock.trainer.parallel.activation import ActivationConfig
 from penstock.trainer.parallel.config import ParallelConfig
+from penstock.trainer.parallel.diloco_config import DilocoConfig
 from penstock.trainer.parallel.meta import build_on_meta
 from penstock.trainer.parallel.planned_parts import Work
 from penstock.trainer.parallel.planner import plan_layout, propose_layouts
@@ -77,6 +78,14 @@ def test_each_zero_stage_shards_more(work: Work) -> None:
         assert rank.gradients == 4 * ((NUMBERS - root) / 4 + 2 * root)  # the root's are copied to be scattered
     ring = 3 / 4 * 4 * NUMBERS
     assert [plans[zero].wire["dp"] / ring for zero in (0, 1, 2, 3)] == pytest.approx([2, 2, 2, 3])
+
+
+def test_learners_send_little_and_keep_outer_weights_and_momenta(work: Work) -> None:
+    config = ParallelConfig(mode="diloco", diloco=DilocoConfig(learners=2, every=10))
+    inside, apart = plan_layout(work, ParallelConfig(), 2), plan_layout(work, config, 4)
+    assert inside.wire["dp"] == pytest.approx(4 * NUMBERS)  # a ring of two ranks sends what it sums once
+    assert apart.wire["dp"] == pytest.approx(4 * NUMBERS * (1 + 1 / 2 / 10))  # and each, now and then, its half
+    assert apart.worst.optimizer == pytest.approx(inside.worst.optimizer + 2 * 4 * NUMBERS)
 
 
 def test_microbatches_gather_again_but_with_zero_1(work: Work) -> None:
