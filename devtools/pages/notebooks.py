@@ -58,7 +58,7 @@ def _run_cell(source: str, where: str, names: dict[str, Any], number: int) -> It
 
 
 def _views_of(value: Any) -> dict[str, Any]:
-    """What Jupyter would show of a value: text, and HTML or a picture where it has them."""
+    """Show a value as Jupyter would: as text, and as HTML or a picture where it has them."""
     views: dict[str, Any] = {"text/plain": repr(value).splitlines(keepends=True)}
     if callable(draw := getattr(value, "_repr_html_", None)):
         views["text/html"] = draw().splitlines(keepends=True)
