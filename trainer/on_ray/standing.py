@@ -37,6 +37,11 @@ class Standing:
         return int(self._run.get("consumed", 0))
 
     @property
+    def is_stopping(self) -> bool:
+        """Return whether the coordinator has workers end."""
+        return bool(self._run.get("is_stopping", False))
+
+    @property
     def batches(self) -> float:
         """Count the batches that workers have trained on, also those that may still be lost."""
         return float(sum(one.get("batches_sum", 0.0) for one in self._run.get("numbers", {}).values()))
