@@ -26,7 +26,6 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise Ray warns of a change to come, at each start of a worker
     "RAY_DEDUP_LOGS": "1",
-    "RAY_worker_niceness": "0",  # of a cluster that is started here: its work is as urgent as this process is
 }
 
 
