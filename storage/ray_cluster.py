@@ -26,6 +26,7 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise Ray warns of a change to come, at each start of a worker
     "RAY_DEDUP_LOGS": "1",
+    "RAY_agent_register_timeout_ms": "180000",  # on a busy machine its agents take long to start
 }
 
 
