@@ -13,11 +13,12 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint bench gpu clean servers
+.PHONY: help demo demo-ray test quick lint bench gpu clean servers
 
 help:
 	@echo 'make demo             train on 3 ranks, kill one, resume on 2, audit every delivery (about a minute)'
 	@echo 'make demo STORE=s3    the same, with the shards on a real S3 server; or STORE=s3://bucket/prefix'
+	@echo 'make demo-ray         train on Ray over two shards, kill a worker, a shard and the coordinator, audit every batch'
 	@echo 'make test             install what the tests need, and run them all; ARGS="-k resume" goes to pytest'
 	@echo 'make quick            only the tests that start no server and no ranks, and kill nothing'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
@@ -27,6 +28,9 @@ help:
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo/run.py --store $(STORE)
+
+demo-ray: $(VENV)/.demo-ray
+	@$(BIN)/python examples/demo/ray_run.py
 
 # The tests of a file run in one process, which makes their data and imports their libraries once.
 PARALLEL := -n auto --maxprocesses=8 --dist loadfile
@@ -81,10 +85,12 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(HOLDS)
 
 $(VENV)/.demo: EXTRAS := demo
+$(VENV)/.demo-ray: EXTRAS := demo,ray
+$(VENV)/.demo-ray: HOLDS := $(VENV)/.demo
 $(VENV)/.test: EXTRAS := test
-$(VENV)/.test: HOLDS := $(VENV)/.demo
+$(VENV)/.test: HOLDS := $(VENV)/.demo $(VENV)/.demo-ray
 $(VENV)/.lint: EXTRAS := test,lint
-$(VENV)/.lint: HOLDS := $(VENV)/.test $(VENV)/.demo
+$(VENV)/.lint: HOLDS := $(VENV)/.test $(VENV)/.demo $(VENV)/.demo-ray
 $(VENV)/.bench: EXTRAS := bench,images
 $(VENV)/.gpu: EXTRAS := images-cuda
 

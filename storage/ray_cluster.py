@@ -22,10 +22,11 @@ HERE = "here"
 """In place of an address: a new cluster on this machine, for as long as the work takes."""
 _CONNECT_S = 5.0
 _STORE_BYTES = 512 << 20
-_QUIET = {
+_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise Ray warns of a change to come, at each start of a worker
     "RAY_DEDUP_LOGS": "1",
+    "RAY_worker_niceness": "0",  # of a cluster that is started here: its work is as urgent as this process is
 }
 
 
@@ -35,7 +36,7 @@ def import_ray() -> Any:
     Raises:
         ClusterError: it is not installed.
     """
-    for name, value in _QUIET.items():
+    for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -81,7 +82,10 @@ def open_cluster(
             ray.init(**options)
         except Exception as exc:  # Ray raises ConnectionError, RuntimeError, ValueError and its own
             where = "a new cluster here" if address == HERE else f"the cluster at {address}"
-            raise ClusterError(f"Ray does not reach {where}: {type(exc).__name__}: {exc}") from exc
+            raise ClusterError(
+                f"Ray does not reach {where}: {type(exc).__name__}: {exc}; if the cluster asks for a token, set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+            ) from exc
         for number, handler in handlers.items():  # Ray has set its own
             signal.signal(number, handler)
         yield ray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,11 @@ with open_cluster(HERE, cpus=int(sys.argv[1])) as ray:
 def run_ray(cpus: int = 6) -> Iterator[str]:
     """Yield the address of a cluster with so many slots."""
     with subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(cpus)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _PROGRAM, str(cpus)],
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},  # its token would be in the user's home
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

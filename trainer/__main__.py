@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..storage.errors import PenstockError
 from ..storage.process import replace_closed_outputs
+from ..storage.ray_cluster import HERE
 from .errors import RecipeError, StallError
 from .evaluation.evaluate import Evaluation
 from .parallel.config import open_mesh
@@ -49,6 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if recipe.trainer.parallel.mode != "parameter_server" and (command.workers, command.shards) != (1, 1):
                 raise RecipeError(
                     "--workers and --shards are of parallel.mode='parameter_server'; set that, or leave them out"
+                )
+            if command.address is not None and not command.ray:
+                raise RecipeError("--address without --ray, which it is for; add that")
+            if recipe.trainer.parallel.mode != "parameter_server" and command.ray:
+                raise RecipeError(
+                    "--ray is for parallel.mode='parameter_server'; add --trainer.parallel.mode=parameter_server, or "
+                    "leave it out"
                 )
             if command.dry_run:
                 print(format_toml(recipe.describe()).strip())
@@ -99,7 +107,7 @@ def _may_be_cut_off() -> Iterator[None]:
 
 
 def train_asynchronously(command: Command) -> Summary:
-    """Train with workers and a parameter server in this process.
+    """Train with workers and a parameter server, in this process or on a Ray cluster.
 
     Raises:
         RecipeError: a launcher started several processes, of which each would start all of this.
@@ -112,6 +120,12 @@ def train_asynchronously(command: Command) -> Summary:
             f"parallel.mode='parameter_server' starts its workers itself, and WORLD_SIZE={ranks} says that a launcher "
             "started several processes; start one: python -m penstock.trainer RECIPE --workers 3 --shards 2"
         )
+    if command.ray:
+        from .on_ray.driver import RayOptions, train_on_ray
+
+        options = RayOptions(address=command.address or HERE, workers=command.workers, shards=command.shards)
+        _prepare_here(command.recipe)
+        return train_on_ray(command.recipe, options)
     _prepare_here(command.recipe)
     return train_locally(command.recipe, workers=command.workers, shards=command.shards)
 

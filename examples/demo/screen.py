@@ -36,9 +36,9 @@ def say(label: str, text: str, style: str = "cyan") -> None:
     _console.print(line)
 
 
-def show_title() -> None:
+def show_title(text: str = "a rank is killed, every sample counts once") -> None:
     _console.print()
-    _console.print(Rule("[bold]penstock[/] · a rank is killed, every sample counts once", style="dim"))
+    _console.print(Rule(f"[bold]penstock[/] · {text}", style="dim"))
     _console.print()
 
 
@@ -91,6 +91,33 @@ def show_training(world_size: int, epochs: int) -> Iterator[Callable[[Event], No
     if tally.count:
         say("", f"{tally.count} steps, loss {tally.loss:.3f}, {tally.rate:,.0f} samples/s")
     _console.print()
+
+
+@contextmanager
+def show_batches() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that shows how a run over a parameter server goes: a bar on a terminal, else a line an epoch."""
+    columns = (
+        TextColumn(" " * (MARGIN - 1)),
+        BarColumn(bar_width=28, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(compact=True),
+    )
+    told = 0
+    with Progress(*columns, console=_console, transient=True, disable=not _console.is_terminal) as progress:
+        task = progress.add_task("starting Ray", total=None)
+
+        def show(standing: dict[str, Any]) -> None:
+            nonlocal told
+            behind = "  ".join(f"{one['name']} -{one['behind']}" for one in standing["workers"])
+            text = f"epoch {standing['epoch']:>2}  {standing['batches']:,} of {standing['total_batches']:,} batches"
+            progress.update(
+                task, total=standing["total_batches"], completed=standing["batches"], description=f"{text}  {behind}"
+            )
+            if not _console.is_terminal and standing["epoch"] > told:
+                told = standing["epoch"]
+                say("", text)
+
+        yield show
 
 
 class _Tally:

@@ -38,6 +38,7 @@ class CoordinatorSettings:
     identity: Identity
     weights: Mapping[str, float]
     silence_s: float
+    expected: int
     journal: str
     state: Mapping[str, Any] | None = None
 
@@ -56,6 +57,7 @@ class RunCoordinator:
             silence_s=settings.silence_s,
             write=self._write,
         )
+        self._coordinator.expected = settings.expected
         data = path.read_bytes() if path.exists() else b""
         length = self._coordinator.replay(data, time.time()) if data else 0
         self._file = path.open("r+b" if data else "wb")
@@ -75,6 +77,8 @@ class RunCoordinator:
         """Call a method of the coordinator by name; shards have heard of what it changed when this returns."""
         try:
             self._check(token)
+            if name == "begin":  # what its last incarnation waited for is over
+                self._coordinator.report(values[0], {"waits_for_checkpoint": 0.0})
             if name in _TIMED:
                 reply = getattr(self._coordinator, name)(*values, time.time())
             elif name in _UNTIMED:
@@ -125,6 +129,7 @@ class RunCoordinator:
         except PenstockError as exc:
             return Refused.of(exc)
         return {
+            "pid": os.getpid(),
             "start": self._start,
             "epoch": one.epoch,
             "consumed": one.consumed,

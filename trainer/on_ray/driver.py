@@ -7,7 +7,6 @@ Workers that die it replaces itself. It holds no state of the run: if it dies, t
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -20,10 +19,10 @@ from ...storage.ray_cluster import HERE, open_cluster
 from ...storage.resolve import open_store
 from ...storage.store import Store
 from ..asynchronous.narrator import Narrator, View
-from ..asynchronous.setup import Setup, prepare_run
+from ..asynchronous.saved_runs import checkpoint_place, resume_setup
+from ..asynchronous.setup import Setup
 from ..errors import (
     CheckpointError,
-    CheckpointMismatchError,
     ServerError,
     ShardUnreachableError,
     StallError,
@@ -44,7 +43,6 @@ _ANSWER_S = 20.0
 _SAVE_S = 120.0
 _SAVE_EVERY_S = 60.0
 _MOST_DEATHS = 5  # of a worker, without a batch that counts between them
-_END_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +75,13 @@ def train_on_ray(recipe: Recipe, options: RayOptions) -> Summary:
             f"server.replicas={recipe.trainer.server.replicas} needs as many shards, and there is "
             f"--shards={options.shards}; give --shards={recipe.trainer.server.replicas}"
         )
-    output = Path(recipe.trainer.output_dir).absolute()
-    given = recipe.trainer.checkpoint
-    place = given.folder if given.is_remote else str(output / given.folder)
-    place = f"{place.rstrip('/')}/servers"
-    if not given.is_remote:
-        Path(place).mkdir(parents=True, exist_ok=True)
+    output, place = Path(recipe.trainer.output_dir).absolute(), checkpoint_place(recipe)
     notes: list[str] = []
     store = open_store(place)
     try:
         saved = find_newest(store, notes.append)
-        setup = _prepare(recipe, options, saved)
+        setup = resume_setup(recipe, options.workers, saved)
+        setup = replace(setup, server=replace(setup.server, token=secrets.token_hex(16)))
         with ExitStack() as stack:
             flag = stack.enter_context(StopFlag())
             cpus = options.workers + options.shards
@@ -101,21 +95,6 @@ def train_on_ray(recipe: Recipe, options: RayOptions) -> Summary:
             return run.train()
     finally:
         store.close()
-
-
-def _prepare(recipe: Recipe, options: RayOptions, saved: SavedServer | None) -> Setup:
-    """Make what servers and coordinator are made from, as a checkpoint has it if there is one."""
-    if saved is None:
-        setup = prepare_run(recipe, options.workers)
-    else:
-        described = saved.run
-        setup = prepare_run(recipe, options.workers, run=described["run"], saved=described["coordinator"]["plan"])
-        if described["schema"] != setup.server.schema.digest:
-            raise CheckpointMismatchError(
-                f"the checkpoint of step {saved.step} is of another model: names, shapes or tables differ; use the "
-                "recipe that it was trained with, or another output_dir"
-            )
-    return replace(setup, server=replace(setup.server, token=secrets.token_hex(16)))
 
 
 class _Run:
@@ -143,6 +122,7 @@ class _Run:
         self._coordinator: Any = None
         self._workers: dict[str, Any] = {}
         self._running: dict[Any, str] = {}
+        self._pids: dict[Any, str] = {}
         self._deaths: dict[str, tuple[int, int]] = {}  # since how many consumed batches, and how often
         self._standing = Standing(recipe, setup.plan, output)
         self._restarted: list[str] = []
@@ -163,8 +143,8 @@ class _Run:
                     raise StallError(problem)
                 if self._is_save_due(view):
                     self._save()
-            if self._flag.reason is not None and not self._is_stopping:
-                self._is_stopping = True
+            if self._flag.reason is not None and not (self._is_stopping and self._standing.is_stopping):
+                self._is_stopping = True  # one that has started anew does not know
                 self._ask("stop")
         self._save()
         view = self._look_until()
@@ -214,6 +194,7 @@ class _Run:
                     identity=Identity(run=server.run, schema=server.schema.digest, token=self._token),
                     weights=self._weights,
                     silence_s=self._recipe.trainer.server.silence_s,
+                    expected=self._options.workers,
                     journal=str(journal),
                     state=None if saved is None else saved.run["coordinator"],
                 )
@@ -248,7 +229,7 @@ class _Run:
         settings = worker_actor.WorkerSettings(
             name=name,
             recipe=self._recipe.describe(),
-            folder=os.getcwd(),
+            folder=str(Path.cwd()),
             token=self._token,
             silence_s=self._recipe.trainer.server.silence_s,
         )
@@ -256,6 +237,7 @@ class _Run:
         options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
         actor = worker_actor.make_actor_class().options(**options).remote(settings)
         self._workers[name] = actor
+        self._pids[actor.pid.remote()] = name
         self._running[actor.run.remote()] = name
 
     # Watching
@@ -270,6 +252,12 @@ class _Run:
                     wait_for(one, name, timeout_s=_ANSWER_S)
                 except ShardUnreachableError as exc:
                     self._replace(name, exc)
+        if self._pids:
+            done, _ = self._ray.wait(list(self._pids), num_returns=len(self._pids), timeout=0)
+            for one in done:
+                name = self._pids.pop(one)
+                with suppress(ShardUnreachableError):
+                    self._standing.pids[name] = wait_for(one, name, timeout_s=_ANSWER_S)
         return not self._running
 
     def _replace(self, name: str, error: ShardUnreachableError) -> None:

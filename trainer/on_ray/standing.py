@@ -21,6 +21,8 @@ class Standing:
 
     def __init__(self, recipe: Recipe, plan: DataPlan, folder: Path) -> None:
         self.saved_step: int | None = None
+        self.pids: dict[str, int] = {}
+        """The processes of workers, by name."""
         self._policy, self._plan, self._folder = recipe.trainer.server.policy, plan, folder
         self._shards: dict[str, Mapping[str, Any]] = {}
         self._silent: set[str] = set()
@@ -35,6 +37,11 @@ class Standing:
         return int(self._run.get("consumed", 0))
 
     @property
+    def is_stopping(self) -> bool:
+        """Return whether the coordinator has workers end."""
+        return bool(self._run.get("is_stopping", False))
+
+    @property
     def batches(self) -> float:
         """Count the batches that workers have trained on, also those that may still be lost."""
         return float(sum(one.get("batches_sum", 0.0) for one in self._run.get("numbers", {}).values()))
@@ -42,7 +49,7 @@ class Standing:
     def is_filled(self, schema: Schema) -> bool:
         """Return whether the shards hold all dense values: the first worker gives them."""
         wanted = sum(spec.size for spec in schema.tensors)
-        return sum(numbers["values"] for numbers in self._shards.values()) == wanted
+        return bool(sum(numbers["values"] for numbers in self._shards.values()) == wanted)
 
     def step_of(self, state: Mapping[str, Any]) -> int:
         """The step of a coordinator's state."""
@@ -99,6 +106,7 @@ class Standing:
         workers = [
             WorkerStatus(
                 name=name,
+                pid=self.pids.get(name, 0),
                 clock=clocks.get(name),
                 behind=fastest - clocks.get(name, fastest),
                 waits_for=sorted(waiting.get(name, ())),
@@ -114,7 +122,10 @@ class Standing:
                 name=name,
                 is_answering=name not in self._silent,
                 starts=self._starts[name],
-                **{key: numbers[key] for key in ("version", "values", "rows", "requests", "bytes_in", "bytes_out")},
+                **{
+                    key: numbers[key]
+                    for key in ("pid", "version", "values", "rows", "requests", "bytes_in", "bytes_out")
+                },
             )
             for name, numbers in sorted(self._shards.items())
         ]
@@ -131,6 +142,7 @@ class Standing:
             total_batches=self._plan.units,
             metrics=run.get("metrics", {}),
             saved_step=self.saved_step,
+            coordinator_pid=int(run.get("pid", 0)),
             shards=shards,
             workers=workers,
         )

@@ -42,7 +42,7 @@ class TrainingWorker:
         """The process that it runs in."""
         return os.getpid()
 
-    def run(self) -> None | Refused:
+    def run(self) -> Refused | None:
         """Train until the run is over."""
         settings = self._settings
         try:

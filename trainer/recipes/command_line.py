@@ -64,6 +64,8 @@ class Command:
     memory: str | None = None
     workers: int = 1
     shards: int = 1
+    ray: bool = False
+    address: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,14 @@ class TrainArguments:
 
     shards: Annotated[int, tyro.conf.arg(name="shards")] = 1
     """With parallel.mode=parameter_server, the shards that parameters lie on."""
+
+    ray: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="ray", help_behavior_hint="")] = False
+    """With parallel.mode=parameter_server, workers and shards are processes on a Ray cluster, replaced if they die."""
+
+    address: Annotated[str | None, tyro.conf.arg(name="address", metavar="HOST:PORT|auto", help_behavior_hint="")] = (
+        None
+    )
+    """With --ray, the cluster; without it one is started on this machine."""
 
     trainer: tyro.conf.FlagConversionOff[TrainerConfig]
 
@@ -133,6 +143,8 @@ def read_command(words: Sequence[str]) -> Command:
         memory=given.memory,
         workers=given.workers,
         shards=given.shards,
+        ray=given.ray,
+        address=given.address,
     )
 
 

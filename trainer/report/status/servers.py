@@ -24,6 +24,7 @@ class ShardStatus:
     """One shard: what it holds, the newest version of a bucket, requests and bytes since it started, and its starts."""
 
     name: str
+    pid: int = 0
     is_answering: bool = True
     version: int = 0
     values: int = 0
@@ -42,6 +43,7 @@ class WorkerStatus:
     """
 
     name: str
+    pid: int = 0
     clock: int | None = None
     behind: int = 0
     waits_for: Sequence[str] = ()
@@ -67,6 +69,7 @@ class ServersStatus:
     total_batches: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     saved_step: int | None = None
+    coordinator_pid: int = 0
     shards: Sequence[ShardStatus] = ()
     workers: Sequence[WorkerStatus] = ()
 
