@@ -17,7 +17,7 @@ _EVERY_S = 1.0
 
 
 class Standing:
-    """What is known of shards, workers and coordinator. All mutable state: their newest numbers, and their starts."""
+    """Knowledge of shards, workers and coordinator. All mutable state: their newest numbers, and their starts."""
 
     def __init__(self, recipe: Recipe, plan: DataPlan, folder: Path) -> None:
         self.saved_step: int | None = None
