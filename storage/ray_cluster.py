@@ -99,7 +99,7 @@ def open_cluster(
 
 
 def _connect(ray: Any, options: dict[str, Any], *, tries: int) -> None:
-    """Connect, or start a cluster; on a busy machine Ray gives up after seconds, since its agents take long to start."""
+    """Connect, or start a cluster; on a busy machine Ray gives up after seconds, for which its agents take too long."""
     for left in reversed(range(tries)):
         try:
             ray.init(**options)
