@@ -133,7 +133,7 @@ class ReplicatedShard:
         return Copied(lagging=tuple({*lagging, *_other(message.after, held)}))
 
     def copies_of(self, source: str) -> dict[int, bytes]:
-        """The snapshots of the copies of another shard's buckets, which starts anew, perhaps by a clock that is behind."""
+        """The snapshots of the copies of a shard's buckets, which starts anew, perhaps by a clock that is behind."""
         self._last.pop(source, None)
         held = self._copies.get(source)
         return {} if held is None else {number: held.snapshot(number) for number in held.buckets}
