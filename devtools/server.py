@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.storage.ray_cluster import HERE, open_cluster
-from penstock.trainer.on_ray.calls import find_actor, wait_for
+from penstock.trainer.on_ray.calls import wait_for
 from penstock.trainer.on_ray.shard_actor import ShardSettings, make_actor_class
 from penstock.trainer.server.client import ClientConfig, ServerClient
 from penstock.trainer.server.messages import Header, Reply, Request, count_bytes
@@ -147,7 +147,7 @@ def measure_ray(config: ServerConfig, values: torch.Tensor, rounds: int, folder:
         bare = ray.remote(BareActor).options(num_cpus=1).remote(values.numel())
 
         def call(name: str, request: Request) -> Reply:
-            reply: Reply = wait_for(find_actor(name).handle.remote(request), name, timeout_s=_ANSWER_S)
+            reply: Reply = wait_for(shard.handle.remote(request), name, timeout_s=_ANSWER_S)
             return reply
 
         client = make_client(config, call, CodecConfig())

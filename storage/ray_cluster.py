@@ -21,12 +21,12 @@ from .errors import ClusterError
 HERE = "here"
 """In place of an address: a new cluster on this machine, for as long as the work takes."""
 _CONNECT_S = 5.0
+_STARTS = 3
 _STORE_BYTES = 512 << 20
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise Ray warns of a change to come, at each start of a worker
     "RAY_DEDUP_LOGS": "1",
-    "RAY_worker_niceness": "0",  # of a cluster that is started here: its work is as urgent as this process is
 }
 
 
@@ -79,7 +79,7 @@ def open_cluster(
             _check_reachable(address)
             options["address"] = address
         try:
-            ray.init(**options)
+            _connect(ray, options, tries=_STARTS if address == HERE else 1)
         except Exception as exc:  # Ray raises ConnectionError, RuntimeError, ValueError and its own
             where = "a new cluster here" if address == HERE else f"the cluster at {address}"
             raise ClusterError(
@@ -96,6 +96,20 @@ def open_cluster(
             signal.signal(number, handler)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _connect(ray: Any, options: dict[str, Any], *, tries: int) -> None:
+    """Connect, or start a cluster; on a busy machine Ray gives up after seconds, for which its agents take too long."""
+    for left in reversed(range(tries)):
+        try:
+            ray.init(**options)
+        except Exception:
+            with suppress(Exception):
+                ray.shutdown()
+            if not left:
+                raise
+        else:
+            return
 
 
 def _check_reachable(address: str) -> None:

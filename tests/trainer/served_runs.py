@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.trainer import ServerEmbedding
+from penstock.trainer import (
+    DistributedTrainer,
+    PrecisionConfig,
+    ReportConfig,
+    ServerEmbedding,
+    TrainerConfig,
+    World,
+    seed_all,
+)
 from penstock.trainer.recipes.recipe import Recipe, build_recipe
 
 ROWS, FEATURES, IDS = 6, 5, 12
@@ -76,6 +85,22 @@ def count_once(model: Tally, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
 def mean_square(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
     total, count = squares(model, batch)
     return {"loss": (total, count)}
+
+
+def train_ranks(world: World, folder: str, workers: int, batches: int) -> dict[str, Tensor]:
+    """Train the small net by all-reduce, each rank on the batches that a synchronous worker of its number gets."""
+    seed_all(0)
+    own = make_batches(batches)[world.rank :: workers]
+    config = TrainerConfig(
+        epochs=1,
+        output_dir=folder,
+        precision=PrecisionConfig(dtype="fp32"),
+        report=ReportConfig(quiet=True),
+    )
+    optimizer = partial(torch.optim.AdamW, lr=0.02)
+    with DistributedTrainer(Net(), optimizer, own, config, loss=squares, world=world) as trainer:
+        trainer.train()
+        return {name: one.detach().clone() for name, one in trainer.parallel.inner.named_parameters()}
 
 
 def recipe_of(

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...storage.errors import PenstockError
 from ...storage.threads.interruptible import Event, Thread
 from ..data.batches import count_rows, move_batch
 from ..errors import LeaseError, NonFiniteLossError, NotJoinedError, ServerError, TrainerConfigError
@@ -127,6 +129,10 @@ class Worker:
                 self._train(begun, lease, pulse)  # beginning anew says goodbye
         except (LeaseError, NotJoinedError):
             pass  # it was given up: others train on its batches now
+        except BaseException:
+            with suppress(PenstockError):  # so that nobody waits for it
+                services.leave(name, begun.incarnation)
+            raise
         return False
 
     def _await_lease(self, begun: Begun, pulse: _Pulse) -> Lease | None:
@@ -183,33 +189,49 @@ class Worker:
         client.create(self._first)
         schedule = self._find_schedule(begun.plan)
         is_ahead = self._recipe.trainer.server.rule.merges != "by clock"
-        loader, incarnation = self._loader.open(begun.plan), begun.incarnation
+        loader = self._loader.open(begun.plan)
         with (
             LeasedBatches(loader, self._services, self._name, begun, first, ahead=begun.plan.span + 1) as batches,
             Exchange(client, self._tables, is_ahead=is_ahead) as exchange,
         ):
-            counted = Counted(lambda lease, upto: self._services.consume(self._name, incarnation, lease, upto))
-            one = batches.next()
-            exchange.begin(self._parameters, self._look_up(one))
-            while one is not None:
-                schedule.set_rates(begun.plan.step_of(one.unit))
-                gradients = self._compute(one, schedule.rate)
-                counted.expect(one)
-                started = time.monotonic()
-                exchange.exchange(gradients, self._parameters, self._look_up(batches.peek(int(is_ahead))))
-                self._tell(waited_s_sum=time.monotonic() - started, clock=client.clock, staleness=client.staleness)
-                client.staleness = 0
-                client.settled = counted.settle(exchange.take_counted())
-                pulse.check()
-                one = None if pulse.is_stopping else batches.next()
-            exchange.wait()
-            while exchange.num_uncounted:  # until a checkpoint of the servers holds it
-                self._tell(is_due=True, waits_for_checkpoint=1.0)
-                pulse.wait(self._options.pause_s)
-                exchange.ask()
-                counted.settle(exchange.take_counted())
-            counted.settle(exchange.take_counted(), is_end=True)
+            try:
+                self._take_steps(begun, client, schedule, batches, exchange, pulse)
+            except BaseException as exc:
+                pulse.abandon(exc)  # the exchange may wait for others
+                raise
         self._tell(is_due=True, waits_for_checkpoint=0.0)
+
+    def _take_steps(
+        self,
+        begun: Begun,
+        client: ServerClient,
+        schedule: Schedule,
+        batches: LeasedBatches,
+        exchange: Exchange,
+        pulse: _Pulse,
+    ) -> None:
+        """Train on batches until there are no more, and wait until all of it counts."""
+        counted = Counted(lambda lease, upto: self._services.consume(self._name, begun.incarnation, lease, upto))
+        one = batches.next()
+        exchange.begin(self._parameters, self._look_up(one))
+        while one is not None:
+            schedule.set_rates(begun.plan.step_of(one.unit))
+            gradients = self._compute(one, schedule.rate)
+            counted.expect(one)
+            started = time.monotonic()
+            exchange.exchange(gradients, self._parameters, self._look_up(batches.peek(int(exchange.is_ahead))))
+            self._tell(waited_s_sum=time.monotonic() - started, clock=client.clock, staleness=client.staleness)
+            client.staleness = 0
+            client.settled = counted.settle(exchange.take_counted())
+            pulse.check()
+            one = None if pulse.is_stopping else batches.next()
+        exchange.wait()
+        while exchange.num_uncounted:  # until a checkpoint of the servers holds it
+            self._tell(is_due=True, waits_for_checkpoint=1.0)
+            pulse.wait(self._options.pause_s)
+            exchange.ask()
+            counted.settle(exchange.take_counted())
+        counted.settle(exchange.take_counted(), is_end=True)
 
     def _find_schedule(self, plan: DataPlan) -> Schedule:
         if self._schedule is None:
@@ -332,6 +354,10 @@ class _Pulse:
         """Raise what the thread met: LeaseError if the worker was given up."""
         if self._error is not None:
             raise self._error
+
+    def abandon(self, error: BaseException) -> None:
+        """Have all who wait raise this."""
+        self._error = self._error or error
 
     def wait(self, seconds: float) -> None:
         """Sleep, unless the worker was given up."""

@@ -151,6 +151,14 @@ class ArrayLoader:
         self._epoch, self._consumed, self._is_loaded = int(state["epoch"]), int(state["consumed"]), True
         self._skip_end()
 
+    def seek(self, epoch: int, batch: int) -> None:
+        """Go to a batch by its number in an epoch; the next pass begins there."""
+        check_range("epoch", epoch, low=0)
+        if not 0 <= batch < len(self):
+            raise TrainerConfigError(f"seek({epoch}, {batch}): an epoch has {len(self)} batches; give a lower number")
+        self._epoch, self._consumed, self._is_loaded = epoch, batch * self.global_batch_size, True
+        self._times_set += 1
+
     def skip_batches(self, count: int) -> None:
         """Skip ``count`` global batches, past an epoch's end into the next epoch, as if that state were loaded.
 

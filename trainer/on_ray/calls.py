@@ -6,30 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...storage.ray_cluster import import_ray
-from ..errors import (
-    CheckpointError,
-    LeaseError,
-    NoQuorumError,
-    NotHeldError,
-    NotJoinedError,
-    ServerError,
-    ServerRefusedError,
-    ShardUnreachableError,
-    TrainerError,
-)
+from .. import errors
+from ..errors import ServerError, ShardUnreachableError, TrainerError
 
 _KINDS: dict[str, type[TrainerError]] = {
-    kind.__name__: kind
-    for kind in (
-        CheckpointError,
-        LeaseError,
-        NoQuorumError,
-        NotHeldError,
-        NotJoinedError,
-        ServerError,
-        ServerRefusedError,
-        ShardUnreachableError,
-    )
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TrainerError)
 }
 
 

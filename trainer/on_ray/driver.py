@@ -43,7 +43,6 @@ _ANSWER_S = 20.0
 _SAVE_S = 120.0
 _SAVE_EVERY_S = 60.0
 _MOST_DEATHS = 5  # of a worker, without a batch that counts between them
-_END_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +143,8 @@ class _Run:
                     raise StallError(problem)
                 if self._is_save_due(view):
                     self._save()
-            if self._flag.reason is not None and not self._is_stopping:
-                self._is_stopping = True
+            if self._flag.reason is not None and not (self._is_stopping and self._standing.is_stopping):
+                self._is_stopping = True  # one that has started anew does not know
                 self._ask("stop")
         self._save()
         view = self._look_until()

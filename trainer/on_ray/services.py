@@ -19,6 +19,7 @@ _SHARD_S = 60.0
 _COORDINATOR_S = 150.0
 _PATIENCE_S = 180.0
 _FRESH_S = 0.5
+_PAUSE_S = 0.2
 
 
 class RayServices:
@@ -34,8 +35,18 @@ class RayServices:
         self._stopping: tuple[float, bool] = (-1.0, False)
 
     def call(self, shard: str, request: Request) -> Reply:
-        reply: Reply = wait_for(self._actor(shard).handle.remote(request), shard, timeout_s=_SHARD_S)
-        return reply
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                reply: Reply = wait_for(self._actor(shard).handle.remote(request), shard, timeout_s=_SHARD_S)
+            except (
+                ShardUnreachableError
+            ):  # it may be starting anew, which takes seconds; sent again, requests do no harm
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+            else:
+                return reply
 
     def placement(self) -> Placement:
         return Placement(self._ask("weights"))
@@ -94,4 +105,4 @@ class RayServices:
             except ShardUnreachableError:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(0.2)
+                time.sleep(_PAUSE_S)

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from ...storage.errors import PenstockError
+from ...storage.errors import PenstockError, StorageError
 from ...storage.ray_cluster import import_ray
 from ...storage.resolve import open_store
+from ...storage.store import Store
 from ..checkpoint.remote.layout import StoredFile, list_stored
-from ..errors import ServerRefusedError, ShardUnreachableError
+from ..errors import CheckpointError, ServerRefusedError, ShardUnreachableError
 from ..server.checkpoints import read_buckets, read_saved, write_shard
 from ..server.messages import REQUESTS, Header, Leave, Pulled, Reply, count_bytes
 from ..server.placement import Placement
@@ -31,6 +32,7 @@ THREADS = {"copies": 1, "writing": 1}
 """Ray's concurrency groups, besides the default one of one thread."""
 _COPY_S = 20.0
 _RECOVERY_S = 60.0
+_TRIES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class ShardSettings:
 class ParameterShard:
     """A shard as an actor. Errors of ours are returned as ``Refused``; see ``ReplicatedShard`` for who may call what.
 
-    All mutable state besides the shard's: snapshots that a save waits for, counters, and who waited last.
+    All mutable state besides the shard's: snapshots that a save waits for, counters, who waited last, and peers.
     """
 
     def __init__(self, settings: ShardSettings) -> None:
@@ -60,6 +62,7 @@ class ParameterShard:
         self._settings = settings
         self._placement = Placement(settings.weights)
         self._start = time.time_ns()
+        self._peers: dict[str, Any] = {}
         self._shard = ReplicatedShard(
             settings.name,
             settings.config,
@@ -90,8 +93,7 @@ class ParameterShard:
                     origins += ["copies"] if len(left) < before else []
                 step = next(iter(list_stored(store)), step)
             if left and step is not None:
-                for place, data in read_buckets(store, read_saved(store, step), left):
-                    left.discard(own.adopt(data, place=place))
+                left -= self._read(store, step, left)
                 origins.append(f"the checkpoint of step {step}")
         finally:
             store.close()
@@ -101,6 +103,18 @@ class ParameterShard:
             for worker in list(own.members):
                 own.handle(Leave(header=header, worker=worker), time.time())
         return " and ".join(origins)
+
+    def _read(self, store: Store, step: int, wanted: set[int]) -> set[int]:
+        """Hold the buckets of a checkpoint, and return which it has; the driver may be replacing it just now."""
+        for attempt in range(_TRIES):
+            try:
+                found = list(read_buckets(store, read_saved(store, step), wanted))
+                break
+            except (StorageError, CheckpointError):
+                if attempt + 1 == _TRIES:
+                    raise
+                time.sleep(0.5)
+        return {self._shard.own.adopt(data, place=place) for place, data in found}
 
     def _adopt_copies(self) -> set[int]:
         """Ask the other shards for copies, also those that just start; returns the buckets that they had."""
@@ -124,7 +138,9 @@ class ParameterShard:
         return Header(run=config.run, schema=config.schema.digest, worker=self._settings.name, token=config.token)
 
     def _send(self, peer: str, message: Copy) -> Copied:
-        copied: Copied = wait_for(find_actor(peer).copy.remote(message), peer, timeout_s=_COPY_S)
+        if peer not in self._peers:
+            self._peers[peer] = find_actor(peer)
+        copied: Copied = wait_for(self._peers[peer].copy.remote(message), peer, timeout_s=_COPY_S)
         return copied
 
     # Of the thread for requests

@@ -17,7 +17,7 @@ _EVERY_S = 1.0
 
 
 class Standing:
-    """What is known of shards, workers and coordinator. All mutable state: their newest numbers, and their starts."""
+    """Knowledge of shards, workers and coordinator. All mutable state: their newest numbers, and their starts."""
 
     def __init__(self, recipe: Recipe, plan: DataPlan, folder: Path) -> None:
         self.saved_step: int | None = None
@@ -35,6 +35,11 @@ class Standing:
     def consumed(self) -> int:
         """Count the batches whose gradients count."""
         return int(self._run.get("consumed", 0))
+
+    @property
+    def is_stopping(self) -> bool:
+        """Return whether the coordinator has workers end."""
+        return bool(self._run.get("is_stopping", False))
 
     @property
     def batches(self) -> float:

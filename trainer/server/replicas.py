@@ -117,7 +117,7 @@ class ReplicatedShard:
         if not hmac.compare_digest(message.token.encode(), self.own.config.token.encode()):
             raise ServerRefusedError(f"{self.own.name}: {message.source!r} has not the token of the run")
         if message.order <= self._last.get(message.source, (0, 0)):
-            return Copied(lagging=tuple(message.before))
+            return Copied(lagging=tuple({*message.before, *message.after}))
         self._last[message.source] = message.order
         place = f"the copy of {message.source} on {self.own.name}"
         held = self._copies.setdefault(message.source, Shard(place, self.own.config))
@@ -133,7 +133,8 @@ class ReplicatedShard:
         return Copied(lagging=tuple({*lagging, *_other(message.after, held)}))
 
     def copies_of(self, source: str) -> dict[int, bytes]:
-        """The snapshots of the copies of another shard's buckets, which starts anew."""
+        """The snapshots of the copies of a shard's buckets, which starts anew, perhaps by a clock that is behind."""
+        self._last.pop(source, None)
         held = self._copies.get(source)
         return {} if held is None else {number: held.snapshot(number) for number in held.buckets}
 

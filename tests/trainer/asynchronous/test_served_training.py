@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import served_runs
 import torch
+from launch_ranks import run_ranks
 from safetensors.torch import load_file
-from served_runs import IDS, make_batches, recipe_of, squares
+from served_runs import IDS, make_batches, recipe_of, squares, train_ranks
 from server_cluster import few_buckets
 
 from penstock.storage.resolve import open_store
+from penstock.trainer import ArrayLoader
+from penstock.trainer.__main__ import main
 from penstock.trainer.asynchronous.evaluating import Reader
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
 from penstock.trainer.asynchronous.local_run import train_locally
@@ -101,6 +104,15 @@ def test_synchronous_workers_train_as_one_process_bit_for_bit(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert summary.steps == 24 // workers
     assert summary.epochs == 2
+
+
+@pytest.mark.slow
+def test_synchronous_workers_train_as_ranks_do_bit_for_bit(tmp_path: Path, clusters: list[LocalCluster]) -> None:
+    ranks = run_ranks(train_ranks, 2, str(tmp_path / "ranks"), 2, 12)
+    recipe = recipe_of(tmp_path, optimizer=ADAMW)
+    train_locally(recipe, workers=2, shards=2)
+    found = read_model(recipe, clusters[0])
+    assert all(torch.equal(found[name], ranks[0][name]) for name in found)
 
 
 @pytest.mark.parametrize("policy", ["bsp", "ssp(1)", "ssp(4)", "asp", "quorum(2, 0.01)"])
@@ -380,6 +392,27 @@ def test_what_cannot_be_trained_so_is_refused_by_name(
     monkeypatch.setattr(served_runs, "Buffered", Buffered, raising=False)
     with pytest.raises(TrainerConfigError, match=words):
         train_locally(recipe_of(tmp_path, **{"policy": "asp", **changes}), workers=1, shards=1)
+
+
+def test_batches_in_memory_are_sought_by_number() -> None:
+    arrays = {"x": torch.arange(23)}
+    loader, plain = (ArrayLoader(arrays, batch_size=5, rank=0, world_size=1) for _ in range(2))
+    expected = [[batch["x"].tolist() for batch in plain] for _ in range(2)]
+    for epoch, place in [(1, 2), (0, 3), (0, 0), (1, 1)]:
+        loader.seek(epoch, place)
+        assert next(iter(loader))["x"].tolist() == expected[epoch][place]
+    with pytest.raises(TrainerConfigError, match="has 4 batches"):
+        loader.seek(0, 4)
+
+
+def test_a_command_refuses_workers_without_servers_and_a_launcher_of_several(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["clicks", "--workers=2"]) == 2
+    assert "--workers and --shards are of parallel.mode='parameter_server'" in capfd.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["clicks", "--trainer.parallel.mode=parameter_server"]) == 2
+    assert "start one: python -m penstock.trainer RECIPE --workers 3" in capfd.readouterr().err
 
 
 def test_numbers_of_workers_and_shards_are_checked(tmp_path: Path) -> None:
