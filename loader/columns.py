@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "Records",
     "float_holds",
     "join_slices",
+    "python_values",
 ]
 
 # The sample's key, where the format has keys: text, and the same for every member of a sample.
@@ -118,10 +120,9 @@ class ObjectColumn:
         """The values of ``rows`` as Python objects; None where null. Times finer than Python's are NumPy's."""
         taken = self.values.take(pa.array(rows))
         try:
-            values: list[Any] = taken.to_pylist()
+            return python_values(taken)
         except ValueError:
-            values = _exact_values(taken)
-        return values
+            return _exact_values(taken)
 
     def as_ragged(self) -> Ragged | None:
         """All values, on the memory that they are in; None where they are not lists of integers, or some are null."""
@@ -196,6 +197,42 @@ class Ragged:
         return cls(values, offsets)
 
 
+def python_values(array: pa.Array) -> list[Any]:
+    """The values of an array as Python's objects, whether or not pandas is installed, whose times Arrow would take.
+
+    Raises:
+        ValueError: a time has nanoseconds, or a year, that Python's times lack.
+    """
+    kind = array.type
+    held = _without_nanoseconds(kind)
+    return list((array if held == kind else array.cast(held)).to_pylist())
+
+
+@cache
+def _without_nanoseconds(kind: pa.DataType) -> pa.DataType:
+    """The type with microseconds for nanoseconds, also inside of lists, structs and maps; itself if it has none."""
+    if pa.types.is_map(kind):
+        key, item = map(_without_nanoseconds, (kind.key_type, kind.item_type))
+        return kind if (key, item) == (kind.key_type, kind.item_type) else pa.map_(key, item)
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i).with_type(_without_nanoseconds(kind.field(i).type)) for i in range(kind.num_fields)]
+        made: pa.DataType = pa.struct(fields)
+        return kind if made == kind else made
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        inner = _without_nanoseconds(kind.value_type)
+        if inner == kind.value_type:
+            return kind
+        field = kind.value_field.with_type(inner)
+        if pa.types.is_fixed_size_list(kind):
+            return pa.list_(field, kind.list_size)
+        return pa.large_list(field) if pa.types.is_large_list(kind) else pa.list_(field)
+    if not pa.types.is_temporal(kind) or getattr(kind, "unit", "") != "ns":
+        return kind
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    return pa.duration("us") if pa.types.is_duration(kind) else pa.time64("us")
+
+
 def _exact_values(array: pa.Array) -> list[Any]:
     """The values of an array whose nanoseconds Python's times lack; raises ValueError as ``to_pylist`` where others do.
 
@@ -220,8 +257,9 @@ def _exact_values(array: pa.Array) -> list[Any]:
     elif pa.types.is_temporal(kind) and getattr(kind, "unit", "") == "ns":
         make = np.datetime64 if pa.types.is_timestamp(kind) else np.timedelta64
         numbers = array.cast(pa.int64()).to_pylist()
-        pairs = zip(numbers, array, strict=True)
-        values = [n if n is None else v.as_py() if n % 1000 == 0 else make(n, "ns") for n, v in pairs]
+        whole = array.cast(_without_nanoseconds(kind), safe=False).to_pylist()
+        pairs = zip(numbers, whole, strict=True)
+        values = [n if n is None else v if n % 1000 == 0 else make(n, "ns") for n, v in pairs]
     else:
         values = array.to_pylist()
     if array.null_count:

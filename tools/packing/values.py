@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
-from ...loader.columns import AnyArray
+from ...loader.columns import AnyArray, python_values
 from ...loader.errors import DatasetError
 from ...loader.formats.arrow.columns import file_bytes, is_file_struct, value_bytes
 
@@ -54,7 +54,7 @@ def _values_of(name: str, column: pa.Array) -> list[Any]:
         if not column.null_count and not flat.null_count:
             return list(flat.to_numpy(zero_copy_only=False).reshape(len(column), kind.list_size))
     try:
-        return list(column.to_pylist())
+        return python_values(column)
     except (ValueError, OverflowError) as exc:  # nanoseconds and far years, which Python's times cannot hold
         try:
             return list(time_texts(column))
