@@ -61,6 +61,7 @@ def run_case(name: str, folder: Path, *, steps: int, every: int) -> dict[str, An
         "options": {} if given is None else {"every": every, **given},
         "loss": by_kind["evaluate"]["loss"],
         "wire_bytes": by_kind["end"]["wire_bytes"],
+        "outer_bytes": trained[-1].get("outer_bytes", 0),
         "waited_s": sum(line.get("outer_wait_s", 0.0) for line in trained),
         "seconds": by_kind["end"]["seconds"],
     }
