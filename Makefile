@@ -50,9 +50,9 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# In an environment of its own: the site needs neither torch nor penstock.
+# In an environment of its own: the site needs neither torch nor penstock. With --quiet, --strict would see no warning.
 docs: $(VENV)-docs/.docs
-	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict
 	@echo 'the site is in build/site; read it by: $(VENV)-docs/bin/python -m http.server --directory build/site'
 
 gpu: $(VENV)/.bench $(VENV)/.test $(VENV)/.gpu
