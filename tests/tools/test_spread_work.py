@@ -47,7 +47,7 @@ def fail_at_702(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.parquet"))}  # a manifest has ETags
 
 
 def test_a_cluster_packs_the_bytes_that_one_process_packs_and_goes_on_after_a_failure(
@@ -74,13 +74,12 @@ def test_a_cluster_sums_what_one_process_sums_and_nothing_twice(
 
     def stop_halfway(*arguments: Any) -> Iterator[Any]:
         for number, one in enumerate(spread(*arguments)):
-            if number == 4:
+            if number == 1:
                 raise KeyboardInterrupt
             yield one
 
     monkeypatch.setattr(spread_sums, "_spread", stop_halfway)
-    with pytest.raises(KeyboardInterrupt):
-        run(["index", str(tmp_path / "data"), "--ray", "--address", cluster])
+    assert run(["index", str(tmp_path / "data"), "--ray", "--address", cluster]) != 0
     monkeypatch.setattr(
         spread_sums, "_spread", lambda ray, manifest, todo, *rest: _note(spread, todo, ray, manifest, rest)
     )

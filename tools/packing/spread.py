@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from os import cpu_count
@@ -27,6 +28,7 @@ def in_cluster(parts: Iterator[Part], transform: Work, cluster: str) -> Iterator
         WorkerError: the processes that had a part died, several in a row.
     """
     with open_cluster(cluster, cpus=max(2, cpu_count() or 1)) as ray:
+        _take_along(ray, getattr(transform, "function", None))
         try:
             held = ray.put(transform)
         except Exception as exc:
@@ -40,6 +42,14 @@ def in_cluster(parts: Iterator[Part], transform: Work, cluster: str) -> Iterator
             running.append((piece, number, len(items), work.remote(held, items, ordinal)))
         while running:
             yield _wait(ray, *running.popleft())
+
+
+def _take_along(ray: Any, function: Any) -> None:
+    """Have the module of a user's function travel with it, unless it is installed: the nodes have no copy of it."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    path = getattr(module, "__file__", None) or ""
+    if path and "site-packages" not in path and not module.__name__.startswith("penstock."):  # type: ignore[union-attr]
+        ray.cloudpickle.register_pickle_by_value(module)
 
 
 def _work(transform: Work, items: Any, first: int) -> Any:
