@@ -18,7 +18,7 @@ from rich.console import Console
 
 from penstock.benchmarks.contenders import OURS
 from penstock.benchmarks.datasets import CASES, make_case
-from penstock.benchmarks.harness.config import BenchConfig
+from penstock.benchmarks.harness.config import BenchConfig, Environments
 from penstock.benchmarks.harness.job import Job
 from penstock.benchmarks.harness.layout import find_layout
 from penstock.benchmarks.harness.prepare import prepare_peers
@@ -40,7 +40,7 @@ _CASES: Mapping[str, tuple[Model, int]] = {"images": ("resnet50", 256), "tokens"
 _SMALL_ROWS = {"images": 4, "tokens": 1}
 _COPIED_ROWS = 1024
 # A third of the images that a core decodes in this time, at about 700 a second.
-_FED_IMAGES_A_CORE, _PERIOD_S = 12, 0.05
+_FED_IMAGES_A_CORE, PERIOD_S = 12, 0.05
 _PLUGINS = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns, where it is installed; here an error
 _MARK = "mark.gpu"
 _TESTS_S, _TOO_LONG = 175, 124  # the exit code is that of timeout(1)
@@ -121,7 +121,7 @@ def _is_marked(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class _Jobs:
+class Jobs:
     """A case's jobs: its data, this package's job, the peers', and the reasons why some cannot be measured."""
 
     url: str
@@ -130,7 +130,14 @@ class _Jobs:
     refused: dict[str, str]
 
 
-def _prepare(name: Literal["images", "tokens"], rows: int, config: GpuConfig, say: Callable[[str], None]) -> _Jobs:
+def prepare_jobs(
+    name: Literal["images", "tokens"],
+    rows: int,
+    config: GpuConfig,
+    say: Callable[[str], None],
+    environments: Environments = "here",
+) -> Jobs:
+    """Make a case's data set and each peer's copy of it, which it is checked to deliver."""
     case = CASES[name]
     url = str(make_case(case, config.data, config.scale))
     manifest = open_manifest(url)
@@ -140,7 +147,7 @@ def _prepare(name: Literal["images", "tokens"], rows: int, config: GpuConfig, sa
         against=config.against,
         batch_size=rows,
         decode=case.decode,
-        environments="here",
+        environments=environments,
         workers=workers,
     )
     layout = find_layout(manifest, None, None)
@@ -155,7 +162,7 @@ def _prepare(name: Literal["images", "tokens"], rows: int, config: GpuConfig, sa
         fields=layout,
     )
     peers, refused = prepare_peers(settings, manifest, layout, ours, say)
-    return _Jobs(url, ours, dict(peers), dict(refused))
+    return Jobs(url, ours, dict(peers), dict(refused))
 
 
 def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Console) -> dict[str, Any]:
@@ -167,7 +174,7 @@ def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Conso
     def say(text: str) -> None:
         screen.print(f"  {text}", style="dim")
 
-    prepared = _prepare(name, rows, config, say)
+    prepared = prepare_jobs(name, rows, config, say)
     refused = prepared.refused
     # Without workers, which leaves their number to the loader.
     jobs: dict[str, Job | None] = {OURS: replace(prepared.ours, workers=0), **prepared.peers, LIMIT: None}
@@ -204,40 +211,50 @@ def run_interference(config: GpuConfig, screen: Console) -> dict[str, Any]:
     def say(text: str) -> None:
         screen.print(f"  {text}", style="dim")
 
-    cores = usable_cores()
-    rows = _SMALL_ROWS["images"] if config.small else max(4, _FED_IMAGES_A_CORE * (cores - 1))
-    prepared = _prepare("images", rows, config, say)
-    refused = prepared.refused
+    rows = _SMALL_ROWS["images"] if config.small else max(4, _FED_IMAGES_A_CORE * (usable_cores() - 1))
+    steps = 3 if config.small else max(10, int(config.seconds / PERIOD_S))
+    return measure_interference(prepare_jobs("images", rows, config, say), rows, steps, config, say)
+
+
+def measure_interference(
+    prepared: Jobs, rows: int, steps: int, config: GpuConfig, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run each way of feeding a loop ``rows`` images a step in turn, round by round; a refused one is not tried again.
+
+    Raises:
+        MeasurementError: the loop that nothing feeds failed.
+    """
+    cores, refused = usable_cores(), dict(prepared.refused)
     ways: dict[str, Job | None] = dict.fromkeys((ALONE, "foreign", "threads", "processes"))
     ways |= {"device": None} if config.device == "cuda" else {}
-    ways |= prepared.peers
+    ways |= {name: replace(job, batch_size=rows) for name, job in prepared.peers.items()}
     runs: dict[str, list[dict[str, Any]]] = {}
     for number in range(config.rounds):
         for way, job in list(ways.items()):
-            say(f"interference, round {number + 1} of {config.rounds}: {way}")
+            say(f"{rows} images a step, round {number + 1} of {config.rounds}: {way}")
             asked = Interference(
                 way=way if job is None else "peer",
                 device=config.device,
                 url=prepared.url,
                 rows=rows,
-                steps=3 if config.small else max(10, int(config.seconds / _PERIOD_S)),
-                period_s=_PERIOD_S,
+                steps=steps,
+                period_s=PERIOD_S,
                 processes=max(1, cores - 1 - cores // 8),
                 job=_on_device(job, config),
             )
             try:
-                runs.setdefault(way, []).append(_run(asked, way))
+                runs.setdefault(way, []).append(_run(asked, way, None if job is None else job.python))
             except MeasurementError as exc:
                 if way == ALONE:
                     raise
                 refused[way] = str(exc).strip().splitlines()[-1]
                 runs.pop(way, None)
                 del ways[way]
-    return {"batch_size": rows, "period_s": _PERIOD_S, "runs": runs, "refused": refused}
+    return {"batch_size": rows, "period_s": PERIOD_S, "runs": runs, "refused": refused}
 
 
-def _run(asked: Asked, what: str) -> dict[str, Any]:
-    return run_module("devtools.gpu.feeding", message_of(asked), what, timeout_s=600.0)[0]
+def _run(asked: Asked, what: str, python: str | None = None) -> dict[str, Any]:
+    return run_module("devtools.gpu.feeding", message_of(asked), what, timeout_s=600.0, python=python)[0]
 
 
 def median_of(runs: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -57,17 +57,21 @@ def print_decoding(result: Mapping[str, Any], screen: Console) -> None:
         screen.print(f"not decoded on the device: {result['refused']}", highlight=False, markup=False)
 
 
+def launch_ratios(found: Mapping[str, Any], way: str) -> list[float]:
+    """Divide each round's launches by those of a loop that nothing feeds in the same round."""
+    pairs = zip(found["runs"][way], found["runs"][ALONE], strict=False)
+    return [one["launches_ms"] / other["launches_ms"] for one, other in pairs]
+
+
 def print_interference(found: Mapping[str, Any], screen: Console) -> None:
     """Print a table; its ratios are medians of each round's launches over those of a loop that nothing feeds."""
     title = f"{found['batch_size']} images each {1e3 * found['period_s']:.0f} ms"
     table = Table(title=title, title_justify="left")
     for head in ("fed by", "launches", "p90", "to nothing", "wait", "p90"):
         table.add_column(head, justify="left" if head == "fed by" else "right")
-    alone = found["runs"][ALONE]
     for way, runs in found["runs"].items():
         times = [f"{median_of(runs, name):.2f} ms" for name in ("launches_ms", "launches_p90_ms")]
-        pairs = zip(runs, alone, strict=False)
-        ratio = statistics.median(one["launches_ms"] / other["launches_ms"] for one, other in pairs)
+        ratio = statistics.median(launch_ratios(found, way))
         waits = [f"{median_of(runs, name):.2f} ms" for name in ("wait_ms", "wait_p90_ms")]
         table.add_row(way, *times, f"{ratio:.2f}", *waits)
     screen.print(table)
