@@ -6,6 +6,7 @@ from .encryption.layout import ENCRYPTED_SUFFIX as ENCRYPTED_SUFFIX
 from .encryption.store import EncryptedStore as EncryptedStore
 from .errors import AccessDeniedError as AccessDeniedError
 from .errors import CacheFullError as CacheFullError
+from .errors import ClusterError as ClusterError
 from .errors import DecryptionError as DecryptionError
 from .errors import NoCredentialsError as NoCredentialsError
 from .errors import NotFoundError as NotFoundError

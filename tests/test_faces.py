@@ -20,13 +20,18 @@ ROOMS = ("loader", "storage", "trainer")
 # Raised and caught within a room: no user sees them.
 INTERNAL = {
     "AvoidedError",
+    "ClientConfig",
+    "CodecConfig",
     "InexactError",
     "LoaderConfig",
+    "NotHeldError",
+    "NotJoinedError",
     "NotProvenError",
     "OddIntegerError",
     "PoolClosedError",
     "RemoteError",
     "RowError",
+    "ServerConfig",
     "UntoldNullsError",
 }
 

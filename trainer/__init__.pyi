@@ -11,9 +11,14 @@ from .errors import CheckpointRoomError as CheckpointRoomError
 from .errors import CheckpointTakenError as CheckpointTakenError
 from .errors import CheckpointUploadError as CheckpointUploadError
 from .errors import CompressionError as CompressionError
+from .errors import LeaseError as LeaseError
 from .errors import LossSpikeError as LossSpikeError
 from .errors import NonFiniteLossError as NonFiniteLossError
+from .errors import NoQuorumError as NoQuorumError
 from .errors import RecipeError as RecipeError
+from .errors import ServerError as ServerError
+from .errors import ServerRefusedError as ServerRefusedError
+from .errors import ShardUnreachableError as ShardUnreachableError
 from .errors import StallError as StallError
 from .errors import TrainerConfigError as TrainerConfigError
 from .errors import TrainerError as TrainerError
