@@ -41,6 +41,7 @@ from penstock.trainer import (
     EvaluateConfig,
     ExpertsConfig,
     FailureRecord,
+    ServerEmbedding,
     TrainerConfig,
     World,
 )
@@ -111,6 +112,7 @@ SENT: dict[str, Callable[[str], Any]] = {
         backend="gloo",
     ),
     "ExpertsConfig": lambda _: ExpertsConfig(num_experts=4),
+    "ServerEmbedding": lambda _: ServerEmbedding("items", 4),
     "FailureRecord": lambda _: FailureRecord(step=3, error="a rank failed"),
     # and what comes back from ranks
     "LoaderMetrics": read_metrics,

@@ -34,6 +34,8 @@ class View:
     epoch: int
     evaluated: int
     metrics: Mapping[str, float]
+    evaluations: Mapping[int, Mapping[str, float]]
+    """By epoch."""
     numbers: Mapping[str, Mapping[str, float]]
     """By worker."""
 
@@ -46,6 +48,7 @@ class View:
             epoch=coordinator.epoch,
             evaluated=coordinator.evaluated,
             metrics=dict(coordinator.metrics),
+            evaluations={epoch: dict(metrics) for epoch, metrics in coordinator.evaluations.items()},
             numbers={name: dict(numbers) for name, numbers in coordinator.numbers.items()},
         )
 
@@ -118,9 +121,11 @@ class Narrator:
         is_new = is_last or view.evaluated > self._evaluated
         if (is_due or is_new) and self._sums["batches"] > self._before["batches"]:
             self._tell_steps(view)
-        if view.evaluated > self._evaluated:
-            self._evaluated = view.evaluated
-            self._record("evaluate", {**view.metrics, "seconds": view.metrics.get("seconds", 0.0)})
+        for epoch in range(self._evaluated, view.evaluated):
+            if metrics := view.evaluations.get(epoch):
+                values = {**metrics, "seconds": metrics.get("seconds", 0.0)}
+                self._record("evaluate", values, self._plan.steps_after(epoch))
+        self._evaluated = view.evaluated
 
     def find_stall(self, limit_s: float | None) -> str:
         """Say in words, if no batch counted for so long, that it is so."""
@@ -207,6 +212,6 @@ class Narrator:
             },
         )
 
-    def _record(self, kind: str, values: Values) -> None:
+    def _record(self, kind: str, values: Values, step: int | None = None) -> None:
         for observer in self._observers:
-            deliver(observer, kind, self._step, values)
+            deliver(observer, kind, self._step if step is None else step, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..data.batches import count_rows
 from ..errors import RecipeError, TrainerConfigError
 from ..recipes.parameter_groups import freeze_parameters
 from ..recipes.recipe import Component, Recipe
@@ -49,8 +50,13 @@ def prepare_run(
     rows = _find_rows(recipe.data, workers) if saved is None else saved["rows"]
     with opened(_data_of_worker(recipe.data, rows, is_logged=False).make()) as loader:
         batches = _count_batches(loader)
-        rows = rows or getattr(loader, "batch_size", None) or 1
+        rows = rows or getattr(loader, "batch_size", None) or _count_rows(loader)
     return Setup(server=server, plan=_make_plan(recipe, workers, batches, rows, saved))
+
+
+def _count_rows(batches: Any) -> int:
+    """Count the samples of the first of a list of batches; 1 of anything else."""
+    return int(count_rows(batches[0])) if isinstance(batches, Sequence) and batches else 1
 
 
 def build_model(recipe: Recipe) -> nn.Module:

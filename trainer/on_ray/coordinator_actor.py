@@ -138,6 +138,7 @@ class RunCoordinator:
             "is_done": one.is_done,
             "is_stopping": one.is_stopping,
             "metrics": dict(one.metrics),
+            "evaluations": {epoch: dict(metrics) for epoch, metrics in one.evaluations.items()},
             "evaluated": one.evaluated,
             "members": {
                 name: {

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +305,7 @@ class _Run:
         if self._standing.note_coordinator(found):
             self._narrator.note("the coordinator started anew, from its journal")
         self._standing.write("training")
-        return View(**{name: found[name] for name in ("step", "consumed", "epoch", "evaluated", "metrics", "numbers")})
+        return View(**{one.name: found[one.name] for one in fields(View)})
 
     def _look_until(self) -> View:
         """Look until the coordinator answers.

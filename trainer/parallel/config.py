@@ -25,8 +25,7 @@ class ParallelConfig:
     """What each rank keeps, and how ranks exchange gradients and weights."""
 
     mode: Literal["allreduce", "parameter_server", "diloco"] = "allreduce"
-    """allreduce: gradients at every step; parameter_server: workers push to servers, as [trainer.server] says; diloco:
-    what weights changed by, seldom."""
+    """allreduce: gradients, at each step; parameter_server: as trainer.server says; diloco: as parallel.diloco says."""
 
     zero: Literal[0, 1, 2, 3] = 0
     """0: replicate everything; 1: shard the optimizer state; 2: and gradients; 3: and weights."""

@@ -20,6 +20,7 @@ from .placement import Placement
 from .services import Begun, DataPlan, Task
 
 _VERSION = 1
+_EVALUATIONS = 100  # that are kept for those who look now and then
 _OWN = ("begin", "take part", "forget", "evaluated", "place")
 
 
@@ -75,6 +76,8 @@ class Coordinator:
         """What each worker told last, and its sums."""
         self.metrics: dict[str, float] = {}
         """Those of the newest evaluation."""
+        self.evaluations: dict[int, dict[str, float]] = {}
+        """The metrics of the newest evaluations, by epoch."""
         self.evaluated = 0
         """Epochs that are evaluated."""
         self.is_asked_to_stop = False
@@ -263,8 +266,8 @@ class Coordinator:
             return None
         self._evaluator = worker, incarnation
         is_last = self.evaluated + 1 >= self.plan.epochs
-        units = min(self.plan.units, (self.evaluated + 1) * self.plan.batches)
-        return Task(kind="evaluate", epoch=self.evaluated, step=units // self.plan.workers, is_last=is_last)
+        step = self.plan.steps_after(self.evaluated)
+        return Task(kind="evaluate", epoch=self.evaluated, step=step, is_last=is_last)
 
     def _is_evaluation_due(self) -> bool:
         return self.evaluated < self.epoch or (self._leases.is_finished and self.evaluated == self.epoch)
@@ -395,6 +398,8 @@ class Coordinator:
                 self._evaluator = None
         elif kind == "evaluated":
             self.evaluated, self.metrics, self._evaluator = change["epoch"] + 1, dict(change["metrics"]), None
+            self.evaluations[change["epoch"]] = self.metrics
+            self.evaluations.pop(change["epoch"] - _EVALUATIONS, None)
         else:
             self.placement = Placement(change["shards"])
 

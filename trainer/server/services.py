@@ -53,6 +53,10 @@ class DataPlan:
         """The step that a unit belongs to, by which its rate goes."""
         return unit // self.workers
 
+    def steps_after(self, epoch: int) -> int:
+        """Count the steps that are done when an epoch ends."""
+        return min(self.units, (epoch + 1) * self.batches) // self.workers
+
     @property
     def steps(self) -> int:
         """The steps of the whole run."""

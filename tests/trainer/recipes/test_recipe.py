@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -243,7 +244,7 @@ def test_help_lists_every_option_with_the_recipes_value_and_its_meaning(
     for key, value in options:
         shown = (",".join(value) if isinstance(value, tuple) else str(value)) or "none"
         shown = shown.lower() if value is None or isinstance(value, bool) else shown
-        said = re.search(rf"--{key} \S+ ([^(].+?) \(default: {re.escape(shown)}\)", plain)
+        said = re.search(rf"--{key} \S+ ([^(].+?) \(default: {re.escape(shlex.quote(shown))}\)", plain)
         assert said, key
         assert "--trainer" not in said[1], key
 
