@@ -97,7 +97,7 @@ def run_demo(folder: Path, epochs: int) -> int:
 def watch(process: subprocess.Popen[bytes], path: Path) -> Standing:
     """Show how the run goes and kill the victims, until the process ends; returns the last that it told of itself."""
     left = list(VICTIMS)
-    starts: dict[str, int] = {}
+    pids: dict[str, int] = {}
     standing: Standing = {}
     with screen.show_batches() as show:
         while process.poll() is None:
@@ -107,7 +107,7 @@ def watch(process: subprocess.Popen[bytes], path: Path) -> Standing:
             if not standing or not standing["total_batches"]:
                 continue
             show(standing)
-            note_starts(standing, starts)
+            note_starts(standing, pids)
             if left and standing["batches"] >= left[0].at * standing["total_batches"]:
                 victim = left.pop(0)
                 pid = find_pid(standing, victim.name)
@@ -118,7 +118,7 @@ def watch(process: subprocess.Popen[bytes], path: Path) -> Standing:
         raise DemoError(f"the run ended before {left[0].name} was killed; its messages are beside {path.parents[1]}")
     with suppress(OSError, ValueError):
         standing = json.loads(path.read_bytes())
-    note_starts(standing, starts)
+    note_starts(standing, pids)
     return standing
 
 
@@ -128,12 +128,16 @@ def find_pid(standing: Standing, name: str) -> int:
     return next(int(one["pid"]) for one in (*standing["shards"], *standing["workers"]) if one["name"] == name)
 
 
-def note_starts(standing: Standing, starts: dict[str, int]) -> None:
-    """Tell of each shard and worker that started anew."""
-    for one in (*standing["shards"], *standing["workers"]):
-        before, starts[one["name"]] = starts.get(one["name"], 1), one["starts"]
-        if one["starts"] > before:
-            screen.say("", f"{one['name']} is back, at {standing['batches']:,} batches")
+def note_starts(standing: Standing, pids: dict[str, int]) -> None:
+    """Tell of each process that took the place of one that was killed."""
+    found = {one["name"]: int(one["pid"]) for one in (*standing["shards"], *standing["workers"])}
+    found["coordinator"] = int(standing["coordinator_pid"])
+    for name, pid in found.items():
+        if not pid:
+            continue
+        if pids.get(name, pid) != pid:
+            screen.say("", f"{name} is back (pid {pid}), at {standing['batches']:,} batches")
+        pids[name] = pid
 
 
 @contextmanager
