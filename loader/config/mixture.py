@@ -90,9 +90,9 @@ class Mixture:
     """Several data sets as one stream of samples, in proportion to weights.
 
     ``Mixture({"s3://web/": 0.7, "s3://code/": 0.3})``. Pass it to a loader in the place of a source. Each global batch
-    has each source's share rounded down or up to whole samples. A source's samples come exactly once in each of *its*
-    epochs, whatever the weights and wherever the mixture's epochs end. Where sources drop samples or pack them, all
-    this is about what is left, or about sequences.
+    has each source's share to within one sample. A source's samples come exactly once in each of *its* epochs,
+    whatever the weights and wherever the mixture's epochs end. Where sources drop samples or pack them, all this is
+    about what is left, or about sequences.
 
     Args:
         sources: names to a weight (the name is then the URL), to a ``Source``, or to another ``Mixture``, whose sources
