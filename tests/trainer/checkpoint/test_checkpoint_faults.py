@@ -218,6 +218,7 @@ def _save_on_a_full_disk(world: World, folder: str) -> Any:
             message = str(exc)
         dist.barrier()  # rank 0 tidies up
         left = sorted(path.name for path in Path(folder).glob("step-*"))
+        dist.barrier()  # rank 0 begins the next
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         checkpoints.save(3, net, optimizer, {}, blocking=True)
     return message, left
