@@ -19,6 +19,7 @@ _PARTS = {
     "single_pass",
     "single_start",
     "step_account",
+    "worlds",
 }  # of other tools
 _USAGE = "usage: python -m devtools CASE [ARGUMENTS]\n\nCASE --help tells its arguments.\n"
 

@@ -46,6 +46,7 @@ from penstock.trainer.trainer import DistributedTrainer
 
 from .arguments import make_parser
 from .equality_cases import CASES, SEED, Case, Trained, copy_buffers, digest_generators, train_naively
+from .worlds import open_local_world
 
 STEPS = 6
 CLIP_NORM = 0.5
@@ -227,21 +228,10 @@ def _run_rank(rank: int, combinations: Sequence[Combination], folder: str, end: 
             size = combination.ranks
             if rank >= size:
                 continue
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store-{number}", rank=rank, world_size=size)
-            world = World(
-                rank=rank,
-                world_size=size,
-                local_rank=rank,
-                local_world_size=size,
-                node_rank=0,
-                num_nodes=1,
-                device=torch.device("cpu"),
-                backend="gloo",
-            )
-            found = compare(combination, world, f"{folder}/{number}")
+            with open_local_world(rank, size, f"{folder}/store-{number}") as world:
+                found = compare(combination, world, f"{folder}/{number}")
             if rank == 0:
                 end.send((number, found))
-            dist.destroy_process_group()
     except BaseException:
         end.send((rank, traceback.format_exc()))
         raise

@@ -47,6 +47,7 @@ from penstock.trainer.trainer import DistributedTrainer
 
 from .arguments import make_parser
 from .step_account import OTHER, StepAccount, allocations, held_between_steps
+from .worlds import open_local_world
 
 LAYOUTS = (
     "dp=2",
@@ -262,19 +263,8 @@ def _run_rank(rank: int, cases: Sequence[Case], folder: str, end: Connection) ->
             size = case.ranks
             if rank >= size:
                 continue
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store-{number}", rank=rank, world_size=size)
-            world = World(
-                rank=rank,
-                world_size=size,
-                local_rank=rank,
-                local_world_size=size,
-                node_rank=0,
-                num_nodes=1,
-                device=torch.device("cpu"),
-                backend="gloo",
-            )
-            row = compare(case, world, f"{folder}/{number}")
-            dist.destroy_process_group()
+            with open_local_world(rank, size, f"{folder}/store-{number}") as world:
+                row = compare(case, world, f"{folder}/{number}")
             if row is not None:
                 end.send(row)
     except BaseException:

@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .errors import ClusterError
+from .errors import ClusterError, PenstockError
 
 HERE = "here"
 """In place of an address: a new cluster on this machine, for as long as the work takes."""
 _CONNECT_S = 5.0
 _STARTS = 3
+_TRIES = 3  # of a task whose process or node died
 _STORE_BYTES = 512 << 20
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -96,6 +97,32 @@ def open_cluster(
             signal.signal(number, handler)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_task(ray: Any, function: Any) -> tuple[Any, int]:
+    """Make a function a task of one CPU, tried again if its process dies; and how many to have under way at a time."""
+    ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 1))) + 2
+    return ray.remote(num_cpus=1, max_retries=_TRIES)(function), ahead
+
+
+def wait_for_task(ray: Any, done: Any, error: type[PenstockError]) -> Any:
+    """Wait for the result of a task.
+
+    Raises:
+        PenstockError: what the task raised; ``error`` if that was something else, or its processes died, several in a
+            row.
+    """
+    try:
+        return ray.get(done)
+    except ray.exceptions.RayTaskError as exc:
+        if isinstance(exc.cause, PenstockError):
+            raise exc.cause from exc
+        raise error(f"a task on the Ray cluster failed: {exc.cause!r}; is penstock installed on every node?") from exc
+    except ray.exceptions.RayError as exc:
+        raise error(
+            f"the Ray cluster lost a part of the work {_TRIES} times ({type(exc).__name__}): its processes end, "
+            "perhaps for want of memory; run the same command again to go on"
+        ) from exc
 
 
 def _connect(ray: Any, options: dict[str, Any], *, tries: int) -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from ...storage import PenstockError, open_store
-from ...storage.ray_cluster import open_cluster
+from ...storage import open_store
+from ...storage.ray_cluster import make_task, open_cluster, wait_for_task
 from ...storage.threads.daemon_pool import DaemonPool
 from ..counters import Counters
 from ..dataset.cache import SealedFolder
@@ -33,7 +33,6 @@ _THREADS = 4  # of a task: it waits for the store most of the time
 _HEADER_BYTES = 32 << 20
 _KEEP_EVERY_S = 5.0
 _KEPT = 16
-_TRIES = 3
 
 
 def sum_in_cluster(
@@ -83,9 +82,8 @@ def _spread(
     keep: Callable[[], None],
 ) -> Iterator[tuple[int, Sums]]:
     held = ray.put(manifest.to_bytes())
-    work = ray.remote(num_cpus=1, max_retries=_TRIES)(_sum_some)
+    work, ahead = make_task(ray, _sum_some)
     pending: list[Any] = []
-    ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 1))) + 2
     groups = _group(todo, manifest.lengths)
     try:
         while True:
@@ -94,28 +92,11 @@ def _spread(
             if not pending:
                 return
             done, pending = ray.wait(pending, num_returns=1)
-            yield from _result(ray, done[0])
+            yield from wait_for_task(ray, done[0], DatasetError)
             keep()
     finally:
         for task in pending:
             ray.cancel(task)
-
-
-def _result(ray: Any, done: Any) -> list[tuple[int, Sums]]:
-    try:
-        sums: list[tuple[int, Sums]] = ray.get(done)
-    except ray.exceptions.RayTaskError as exc:
-        if isinstance(exc.cause, PenstockError):
-            raise exc.cause from exc
-        raise DatasetError(
-            f"a task on the Ray cluster failed: {exc.cause!r}; is penstock installed on every node?"
-        ) from exc
-    except ray.exceptions.RayError as exc:
-        raise DatasetError(
-            f"the Ray cluster lost a part of the work {_TRIES} times ({type(exc).__name__}); run the same command "
-            "again to go on"
-        ) from exc
-    return sums
 
 
 def _group(todo: Iterable[int], lengths: Any) -> Iterator[list[int]]:

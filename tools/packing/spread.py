@@ -9,12 +9,10 @@ from os import cpu_count
 from typing import Any
 
 from ...loader.errors import ConfigError, WorkerError
-from ...storage.errors import PenstockError
-from ...storage.ray_cluster import open_cluster
+from ...storage.ray_cluster import make_task, open_cluster, wait_for_task
 
 Part = tuple[int, int, int, Any]
 Work = Callable[[Any, int], Any]
-_TRIES = 3  # of a part whose process or node died
 
 
 def in_cluster(parts: Iterator[Part], transform: Work, cluster: str) -> Iterator[Part]:
@@ -33,15 +31,19 @@ def in_cluster(parts: Iterator[Part], transform: Work, cluster: str) -> Iterator
             held = ray.put(transform)
         except Exception as exc:
             raise ConfigError(f"the functions given as map= and tokenizer= cannot be sent to Ray: {exc}") from exc
-        work = ray.remote(num_cpus=1, max_retries=_TRIES)(_work)
+        work, ahead = make_task(ray, _work)
         running: deque[tuple[int, int, int, Any]] = deque()
-        ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 1))) + 2
+
+        def take() -> Part:
+            piece, number, rows, done = running.popleft()
+            return piece, number, rows, wait_for_task(ray, done, WorkerError)
+
         for piece, number, ordinal, items in parts:
             if len(running) >= ahead:
-                yield _wait(ray, *running.popleft())
+                yield take()
             running.append((piece, number, len(items), work.remote(held, items, ordinal)))
         while running:
-            yield _wait(ray, *running.popleft())
+            yield take()
 
 
 def _take_along(ray: Any, function: Any) -> None:
@@ -54,19 +56,3 @@ def _take_along(ray: Any, function: Any) -> None:
 
 def _work(transform: Work, items: Any, first: int) -> Any:
     return transform(items, first)
-
-
-def _wait(ray: Any, piece: int, number: int, rows: int, done: Any) -> Part:
-    try:
-        return piece, number, rows, ray.get(done)
-    except ray.exceptions.RayTaskError as exc:
-        if isinstance(exc.cause, PenstockError):
-            raise exc.cause from exc
-        raise WorkerError(
-            f"a task on the Ray cluster failed: {exc.cause!r}; is penstock installed on every node?"
-        ) from exc
-    except ray.exceptions.RayError as exc:
-        raise WorkerError(
-            f"the Ray cluster lost a part of the work {_TRIES} times ({type(exc).__name__}): its processes end, "
-            "perhaps for want of memory; run the same command again to go on"
-        ) from exc
