@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from launch_ranks import Ranks, run_ranks
-from layout_runs import compare_layouts, die_in_a_step, resume_across
+from layout_runs import compare_layouts, die_in_a_step, resume_across, start_with_weights
 
 
 def test_two_stages_train_what_one_process_trains() -> None:
@@ -66,6 +66,23 @@ def test_a_rank_of_a_cut_stage_that_dies_is_named_and_another_layout_resumes(tmp
 def test_a_run_resumes_with_other_stages_and_without(tmp_path: Path) -> None:
     layouts = [{"pp": 2, "microbatches": 8}, {"zero": 2}, {"pp": 2, "microbatches": 8, "zero": 1}]
     found = run_ranks(resume_across, 2, "gpt", layouts, str(tmp_path), timeout_s=300.0)
+    assert [one for its in found for one in its] == []
+
+
+def test_stages_start_with_the_weights_of_a_file(tmp_path: Path) -> None:
+    """Weights that stages share come by any of their names; what does not fit is refused on every rank."""
+    for found in run_ranks(start_with_weights, 2, str(tmp_path), {"pp": 2, "microbatches": 4}, timeout_s=300.0):
+        refused = [one for one in found if "init_from=" in one]
+        assert found == refused
+        assert [one.split(":")[0] for one in refused] == ["names that differ", "names that lack", "too many names"]
+        assert "lm_head.weight and model.embed_tokens.weight are one tensor in the model and differ" in refused[0]
+        assert "1 of the model's are missing there: lm_head.weight" in refused[1]
+        assert "1 of the source's are not in the model: more" in refused[2]
+
+
+def test_batch_norms_of_stages_resume(tmp_path: Path) -> None:
+    layouts = [{"pp": 2, "microbatches": 8}, {"pp": 2, "microbatches": 8, "schedule": "GPipe"}]
+    found = run_ranks(resume_across, 2, "convolutions", layouts, str(tmp_path), timeout_s=300.0)
     assert [one for its in found for one in its] == []
 
 
