@@ -1,4 +1,4 @@
-"""What tests of every room share: the two tiers, a real S3 server."""
+"""What tests of every room share: the three tiers, a real S3 server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ settings.load_profile("penstock")
 
 # What makes a test slow: a server, ranks of its own, a kill, in the test or in a function of its file that it calls.
 # One that takes a second, or a third of a second of a core, is marked by hand. `make quick` leaves slow tests out;
-# `make test` runs them last, two at a time, so that they do not take the cores from each other.
+# `make test` runs them last, two at a time, so that they do not take the cores from each other, and leaves those marked
+# full to `make full`: soaks, kills at every point, and of slow products of parameters two cases in three.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}
 SLOW_PARAMETERS = re.compile(r"nginx|http \(|python_url")
 SLOW_CALLS = {"Ranks", "run_ranks", "start_ranks", "start_demo", "started_process", "kill", "killpg"}
@@ -93,11 +94,15 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_quick = config.getoption("--hypothesis-profile") == "quick"
-    left_out = set(find_left_out(items)) if is_quick else set()
+    left_out = set(find_left_out(items))
     for item in items:
         if is_quick and isinstance(item, pytest.Function):
             take_few_examples(item.function)
-        if item in left_out or is_slow(item):
+        if is_slow(item) or item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.slow)
+        if item in left_out and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.full)
+        elif item in left_out and is_quick:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
 
@@ -122,7 +127,9 @@ def take_few_examples(function: Any) -> None:
 
 
 def find_left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Find the cases that `make quick` leaves out: of ``sampled(n)`` all but each n-th, of products two in three.
+    """Find the cases that `make quick` leaves out, and of slow tests `make test`: products are taken in part.
+
+    These are of ``sampled(n)`` all but each n-th, of products two in three.
 
     Of a product of parameters it takes the cases whose indices add up to a multiple of n, so that each value is in one.
     """

@@ -20,6 +20,7 @@ def test_two_stages_train_what_one_process_trains() -> None:
     assert [one for found in run_ranks(compare_layouts, 2, cases, timeout_s=300.0) for one in found] == []
 
 
+@pytest.mark.full
 def test_stages_of_two_replicas_train_what_one_process_trains() -> None:
     cases = [
         {
@@ -37,7 +38,7 @@ def test_stages_of_two_replicas_train_what_one_process_trains() -> None:
     assert [one for found in run_ranks(compare_layouts, 4, cases, timeout_s=300.0) for one in found] == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_stages_that_tensor_parallelism_cuts_train_what_one_process_trains() -> None:
     layout = {"pp": 2, "tp": 2, "microbatches": 4}
     cases = [
@@ -50,7 +51,7 @@ def test_stages_that_tensor_parallelism_cuts_train_what_one_process_trains() -> 
     assert [one for found in run_ranks(compare_layouts, 4, cases, timeout_s=300.0) for one in found] == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_of_a_cut_stage_that_dies_is_named_and_another_layout_resumes(tmp_path: Path) -> None:
     layout = {"pp": 2, "tp": 2, "microbatches": 4}
     ranks: Any = Ranks(die_in_a_step, 4, str(tmp_path), layout, "llama")
