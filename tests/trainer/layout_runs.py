@@ -248,19 +248,20 @@ def die_in_a_step(
     folder: str,
     layout: Mapping[str, Any] = {"pp": 2, "microbatches": 4},
     model: str = "perceptron",
+    dying: int = 1,
 ) -> None:
-    """Train in stages, of which rank 1's process ends in its third step."""
+    """Train in stages, of which one rank's process ends in its third step."""
     case = CASES[model]
     steps = []
 
     def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         steps.append(1)
-        if world.rank == 1 and len(steps) > 10:
+        if world.rank == dying and len(steps) > 10:
             os.kill(os.getpid(), signal.SIGKILL)
         return case.loss(model, batch)
 
     options: dict[str, Any] = {
-        "stall_timeout_s": 8.0,
+        "stall_timeout_s": 8.0 if world.world_size < 8 else 60.0,  # in which eight ranks must come to their first step
         "output_dir": folder,
         "checkpoint": {"every_steps": 1, "background": False, "folder": "checkpoints"},
         "ema": {"decay": 0.5},

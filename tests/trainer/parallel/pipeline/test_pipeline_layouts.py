@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,21 @@ def test_a_rank_of_a_cut_stage_that_dies_is_named_and_another_layout_resumes(tmp
     layouts = [{"pp": 2, "microbatches": 4}]
     found = run_ranks(resume_across, 2, "llama", layouts, str(tmp_path), timeout_s=300.0)
     assert [one for its in found for one in its] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dying", [1, 4, 7])
+def test_a_killed_rank_of_eight_costs_nothing_whatever_the_layout_that_resumes(tmp_path: Path, dying: int) -> None:
+    layout = {"pp": 2, "tp": 2, "microbatches": 4}
+    ranks: Any = Ranks(die_in_a_step, 8, str(tmp_path / "run"), layout, "llama", dying)
+    outcomes = ranks.join(timeout_s=240.0)
+    assert outcomes[dying].exit_code == -signal.SIGKILL
+    assert all(outcomes[rank].exit_code not in (0, None) for rank in range(8) if rank != dying)
+    others: list[tuple[int, dict[str, int]]] = [(4, {"pp": 2, "microbatches": 4}), (2, {"tp": 2}), (4, {})]
+    for number, (count, other) in enumerate(others):
+        folder = shutil.copytree(tmp_path / "run", tmp_path / str(number))
+        found = run_ranks(resume_across, count, "llama", [other], str(folder), timeout_s=300.0)
+        assert [one for its in found for one in its] == [], other
 
 
 def test_a_run_resumes_with_other_stages_and_without(tmp_path: Path) -> None:
