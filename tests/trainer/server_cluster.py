@@ -218,9 +218,9 @@ class Cluster:
         wanted = np.array(ids, np.int64)
         found = self.config.schema.table(table).first_rows(wanted)
         for place, number in enumerate(placement_module.buckets_of_rows(table, wanted).tolist()):
-            block = self.shards[self.placement.shard_of(number)].buckets[number].tables.get(table)
-            if block is not None and (at := int(block.places(wanted[place : place + 1])[0])) >= 0:
-                found[place] = block.values[at]
+            held = self.shards[self.placement.shard_of(number)].buckets[number].tables.get(table)
+            if held is not None and ids[place] in held.ids:
+                found[place] = held.values[held.ids.tolist().index(ids[place])]
         return found
 
     def move_to(self, after: Placement) -> int:

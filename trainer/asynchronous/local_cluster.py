@@ -102,8 +102,7 @@ class LocalCluster:
         held = self.shards[shard]
         for number in sorted(held.buckets):
             with self._locks[shard]:
-                bucket = held.buckets[number]
-                data = held.snapshot(number) if bucket.pieces or bucket.tables or bucket.counted else b""
+                data = b"" if held.buckets[number].is_empty else held.snapshot(number)
             if data:
                 yield number, data
 

@@ -216,6 +216,7 @@ class Worker:
         exchange.begin(self._parameters, self._look_up(one))
         while one is not None:
             schedule.set_rates(begun.plan.step_of(one.unit))
+            exchange.read_ahead(self._look_up(batches.peek()))
             gradients = self._compute(one, schedule.rate)
             counted.expect(one)
             started = time.monotonic()

@@ -70,7 +70,6 @@ class ParameterShard:
             replicas=settings.replicas,
             send=self._send,
             start=self._start,
-            shares_memory=True,
         )
         self._taken: dict[str, list[tuple[int, bytes]]] = {}
         self._sequences: dict[str, dict[int, Mapping[str, tuple[int, int]]]] = {}
@@ -176,22 +175,15 @@ class ParameterShard:
 
     def _numbers(self) -> dict[str, Any]:
         own = self._shard.own
-        buckets = [one for one in own.buckets.values() if one.pieces or one.tables]
-        clocks: dict[str, int] = {}
-        for bucket in buckets:
-            for worker, clock in bucket.clocks.items():
-                clocks[worker] = min(clock, clocks.get(worker, clock))
-        values = sum(piece.values.numel() for bucket in buckets for piece in bucket.pieces.values())
-        rows = sum(len(block.ids) for bucket in buckets for block in bucket.tables.values())
         return {
             "pid": os.getpid(),
             "start": self._start,
             "restored_from": self._restored_from,
             "buckets": len(own.buckets),
-            "values": values,
-            "rows": rows,
-            "version": max((one.version for one in buckets), default=0),
-            "clocks": clocks,
+            "values": own.num_values,
+            "rows": own.num_rows,
+            "version": own.version,
+            "clocks": own.clocks,
             "members": {worker: incarnation for worker, (incarnation, _) in own.members.items()},
             "waiting": {worker: names for worker, names in self._waiting.items() if worker in own.members},
             "requests": self._requests,
