@@ -80,9 +80,9 @@ def make_client(config: ServerConfig, call: Callable[[str, Request], Reply], cod
 
 
 def time_step(client: ServerClient, values: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a push and of a pull."""
+    """Seconds of a push, of values that are given away as the trainer's are, and of a pull."""
     started = time.perf_counter()
-    client.push({"w": values})
+    client.push({"w": values}, is_given=True)
     pushed = time.perf_counter()
     client.pull()
     return pushed - started, time.perf_counter() - pushed
@@ -105,9 +105,10 @@ def count_wire(config: ServerConfig, codec: CodecConfig, size: int) -> dict[str,
     client.pull()
     blocks = -(-size // 2048)
     formula = {"fp32": 4 * size, "bf16": 2 * size, "int8": size + 4 * blocks, "topk": 8 * -(-size // 100)}[codec.codec]
+    parts = len(config.schema.buckets())
     return {
         "push_bytes": counted["push"],
-        "push_formula": formula,
+        "push_formula": formula + (24 + 33) * parts,  # numbers of each part, and of its answer
         "pull_bytes": counted["pull"],
         "pull_formula": (2 if codec.codec == "bf16" else 4) * size,
     }
