@@ -64,7 +64,12 @@ class BareActor:
         return self._values
 
 
-def make_client(config: ServerConfig, call: Callable[[str, Request], Reply], codec: CodecConfig) -> ServerClient:
+def make_client(
+    config: ServerConfig,
+    call: Callable[[str, Request], Reply],
+    codec: CodecConfig,
+    start: Callable[[str, Request], Callable[[], Reply]] | None = None,
+) -> ServerClient:
     """Make a worker of one shard that has joined, with a tensor of zeros."""
     client = ServerClient(
         Header(run=config.run, schema=config.schema.digest, worker="worker-0"),
@@ -72,6 +77,7 @@ def make_client(config: ServerConfig, call: Callable[[str, Request], Reply], cod
         call=call,
         placement=lambda: Placement({"shard-0": 1.0}),
         wait=time.sleep,
+        start=start,
         config=ClientConfig(push=codec, pull=CodecConfig(codec="bf16" if codec.codec == "bf16" else "fp32")),
     )
     client.join()
@@ -151,7 +157,11 @@ def measure_ray(config: ServerConfig, values: torch.Tensor, rounds: int, folder:
             reply: Reply = wait_for(shard.handle.remote(request), name, timeout_s=_ANSWER_S)
             return reply
 
-        client = make_client(config, call, CodecConfig())
+        def begin(name: str, request: Request) -> Callable[[], Reply]:
+            reply = shard.handle.remote(request)
+            return lambda: wait_for(reply, name, timeout_s=_ANSWER_S)  # type: ignore[no-any-return]
+
+        client = make_client(config, call, CodecConfig(), begin)
         array = values.numpy()
         times, bare_times = [], []
         for index in range(rounds + 3):

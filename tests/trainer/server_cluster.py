@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -55,8 +55,10 @@ def adding(**changes: object) -> ServerConfig:
 class Cluster:
     """Shards, their replicas or checkpoints, and a call to them that fails as ``faults`` says, a fault a call."""
 
-    def __init__(self, config: ServerConfig, shards: int = 2, *, is_replicated: bool = False) -> None:
-        self.config, self.is_replicated = config, is_replicated
+    def __init__(
+        self, config: ServerConfig, shards: int = 2, *, is_replicated: bool = False, sends_at_once: bool = False
+    ) -> None:
+        self.config, self.is_replicated, self.sends_at_once = config, is_replicated, sends_at_once
         self.placement = Placement({f"shard-{index}": 1 for index in range(shards)})
         self._starts = 0
         self.hosts = {name: self.new_host(name, self.placement.buckets_of(name)) for name in self.placement.weights}
@@ -157,6 +159,19 @@ class Cluster:
             self.deliver_late()
         return reply
 
+    def begin(self, name: str, request: Request) -> Callable[[], Reply]:
+        """Call a shard, and tell what came of it later."""
+        try:
+            reply = self.call(name, request)
+        except ServerError as exc:
+            error = exc
+
+            def fail() -> Reply:
+                raise error
+
+            return fail
+        return lambda: reply
+
     def deliver_late(self) -> None:
         """Deliver what was delayed, the last first; nobody hears the replies."""
         late, self.late = self.late, []
@@ -182,6 +197,7 @@ class Cluster:
             call=self.call,
             placement=lambda: self.placement,
             wait=self.wait,
+            start=self.begin if self.sends_at_once else None,
             config=config or ClientConfig(pause=0),
         )
         self.clients.append(made)

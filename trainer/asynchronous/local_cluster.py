@@ -46,6 +46,10 @@ class LocalCluster:
         with self._locks[shard]:
             return self.shards[shard].handle(request, time.time())
 
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        reply = self.call(shard, request)
+        return lambda: reply
+
     def placement(self) -> Placement:
         return self.coordinator.placement
 

@@ -183,6 +183,7 @@ class Worker:
             call=self._services.call,
             placement=self._services.placement,
             wait=pulse.wait,
+            start=self._services.start,
             config=self._client_config(),
         )
         client.join()

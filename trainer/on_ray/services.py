@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ShardUnreachableError
@@ -47,6 +47,10 @@ class RayServices:
                 time.sleep(_PAUSE_S)
             else:
                 return reply
+
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        reply = self._actor(shard).handle.remote(request)
+        return lambda: wait_for(reply, shard, timeout_s=_SHARD_S)  # type: ignore[no-any-return]
 
     def placement(self) -> Placement:
         return Placement(self._ask("weights"))

@@ -1,12 +1,13 @@
 """A worker's side: it cuts gradients into parts, sends each until it counts, and keeps them until none can be lost.
 
 The client knows no network. ``call(shard, request)`` returns the reply of a shard, or raises ShardUnreachableError if
-none came, whether or not the request was applied.
+none came, whether or not the request was applied. ``start(shard, request)``, if there is one, sends a request and
+returns what waits for the reply, so that several are under way at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,7 @@ from .placement import Placement, buckets_of_rows
 from .schema import Schema
 
 Call = Callable[[str, Request], Reply]
+Start = Callable[[str, Request], Callable[[], Reply]]
 Numbers = NDArray[np.int64]
 Rows = Mapping[str, tuple[Numbers, Tensor]]
 """By table ids (n,) and rows (n, width)."""
@@ -85,6 +87,10 @@ class _Lookup:
     """The rows that are to be asked for."""
 
 
+MESSAGE_BYTES = 4 << 20
+"""Bytes of values from which a request is sent as several: one is worked on while the next is on its way."""
+
+
 class ServerClient:
     """One incarnation of a worker. ``wait(seconds)`` is called before each retry, and may raise to end it.
 
@@ -101,6 +107,7 @@ class ServerClient:
         call: Call,
         placement: Callable[[], Placement],
         wait: Callable[[float], None],
+        start: Start | None = None,
         config: ClientConfig | None = None,
     ) -> None:
         self.clock = 0
@@ -116,7 +123,7 @@ class ServerClient:
         """Each tensor as last pulled, flat."""
         self._header, self._schema, self._config = header, schema, config or ClientConfig()
         self.feedback = ErrorFeedback(self._config.push)
-        self._call_once, self._ask_placement, self._wait = call, placement, wait
+        self._call_once, self._start, self._ask_placement, self._wait = call, start, placement, wait
         self._placement = placement()
         self._joined_at = 0
         self._buckets = schema.buckets()
@@ -126,6 +133,10 @@ class ServerClient:
         """Pushes with parts that could still be lost, in order."""
         self._versions = np.full(placement_module.BUCKETS, -1, np.int64)
         self._dense = np.unique(np.array([*self._bucket_of.values()], np.int64))
+        self._sizes = np.zeros(placement_module.BUCKETS, np.int64)
+        """The bytes of the pieces in each bucket."""
+        for (name, index), number in self._bucket_of.items():
+            self._sizes[number] += 4 * schema.tensor(name).piece_size(index)
         self._ahead: dict[str, _Lookup] = {}
 
     @property
@@ -254,21 +265,32 @@ class ServerClient:
 
     def _send(self, sent: _Sent) -> bool:
         """Send what shards lack of a push; False if they do not hold its buckets, or lack what was before."""
-        for shard, numbers in self._placement.split(self._find_untaken(sent)).items():
-            request = self._cut_push(sent, numbers)
-            reply = self._call(shard, request)
+        untaken = self._placement.split(self._find_untaken(sent))
+        requests = [
+            (shard, self._cut_push(sent, part))
+            for shard, numbers in untaken.items()
+            for part in self._split(numbers, [*sent.pieces])
+        ]
+        outcomes = set[int]()
+        for (_, request), reply in zip(requests, self._call_all(requests), strict=True):
             assert isinstance(reply, Pushed)
             is_applied = reply.outcomes == Outcome.APPLIED
             if is_applied.any():
                 behind = reply.versions[is_applied] - 1 - request.bases[is_applied]
                 self.staleness = max(self.staleness, int(behind.max()))
             self._note(reply)
-            if (reply.outcomes == Outcome.MOVED).any():
-                self._find_moved()
-                return False
-            if (reply.outcomes == Outcome.GAP).any():
-                return False
-        return True
+            outcomes.update(reply.outcomes.tolist())
+        if Outcome.MOVED in outcomes:
+            self._find_moved()
+        return not outcomes & {Outcome.MOVED, Outcome.GAP}
+
+    def _split(self, numbers: Numbers, keys: Sequence[PieceKey]) -> list[Numbers]:
+        """Divide buckets (n,), so that the pieces ``keys`` of each part are not much more than ``MESSAGE_BYTES``."""
+        sizes = np.zeros(placement_module.BUCKETS, np.int64)
+        touched = [self._bucket_of[key] for key in keys]
+        sizes[touched] = self._sizes[touched]
+        before = np.cumsum(sizes[numbers]) - sizes[numbers]
+        return np.split(numbers, np.flatnonzero(np.diff(before // MESSAGE_BYTES)) + 1)
 
     def _cut_push(self, sent: _Sent, numbers: Numbers) -> Push:
         """The parts of a push for these buckets."""
@@ -301,13 +323,15 @@ class ServerClient:
         touched = np.zeros(placement_module.BUCKETS, bool)
         for one in self._log:
             touched[one.buckets[one.sequences > self._durable[one.buckets]]] = True
-        for shard, numbers in self._placement.split(np.flatnonzero(touched)).items():
-            reply = self._call(shard, Ask(header=self._header, buckets=numbers))
+        asked = self._placement.split(np.flatnonzero(touched))
+        requests = [(shard, Ask(header=self._header, buckets=numbers)) for shard, numbers in asked.items()]
+        is_moved = False
+        for reply in self._call_all(requests):
             assert isinstance(reply, Pushed)
             self._note(reply)
-            if (reply.outcomes == Outcome.MOVED).any():
-                self._find_moved()
-                break
+            is_moved |= bool((reply.outcomes == Outcome.MOVED).any())
+        if is_moved:
+            self._find_moved()
         self.flush()
 
     def advance(self) -> None:
@@ -357,37 +381,43 @@ class ServerClient:
 
     def _read(self, dense: Numbers, lookups: Mapping[str, _Lookup]) -> None:
         """Bring the tensors of buckets (n,), and rows, up to date."""
-        while True:
-            shards = self._find_readable(dense, lookups)
-            if not shards:
-                return
-            for shard, numbers in shards.items():
-                if not self._read_shard(shard, numbers, lookups):
-                    break
-                dense = np.setdiff1d(dense, numbers)
+        while requests := self._make_pulls(dense, lookups):
+            slow, is_moved = set[str](), False
+            for (_, request), reply in zip(requests, self._call_all(requests), strict=True):
+                assert isinstance(reply, Pulled)
+                slow.update(reply.waiting_for)
+                is_moved |= bool(reply.moved)
+                if not reply.waiting_for and not reply.moved:
+                    self._take(request, reply, lookups)
+                    dense = np.setdiff1d(dense, np.array([*request.buckets], np.int64))
+            if is_moved:
+                self._find_moved()
+            elif slow:
+                self._wait(self._config.pause)
+                if self._header.worker in slow:  # a shard came back from an older state
+                    self.send_clock()
 
-    def _find_readable(self, dense: Numbers, lookups: Mapping[str, _Lookup]) -> dict[str, Numbers]:
-        """The shards to ask, with the buckets of tensors to ask each for."""
+    def _make_pulls(self, dense: Numbers, lookups: Mapping[str, _Lookup]) -> list[tuple[str, Pull]]:
+        """Ask each shard for what is left of tensors in buckets (n,), and of rows."""
+        requests = []
         left = [one.numbers[one.left] for one in lookups.values()]
-        shards = self._placement.split(np.unique(np.concatenate([dense, *left])))
-        return {shard: np.intersect1d(numbers, dense) for shard, numbers in shards.items()}
+        for shard, numbers in self._placement.split(np.unique(np.concatenate([dense, *left]))).items():
+            rows = {}
+            for table, one in lookups.items():
+                at = np.flatnonzero(one.left & self._placement.holds(shard, one.numbers))
+                if len(at):
+                    rows[table] = one.ids[at], one.versions[at]
+            for part in self._split(np.intersect1d(numbers, dense), [*self._bucket_of]):
+                known = dict(zip(part.tolist(), self._versions[part].tolist(), strict=True))
+                clock = self.clock + self.reads_ahead
+                requests.append(
+                    (shard, Pull(header=self._header, clock=clock, buckets=known, rows=rows, codec=self._config.pull))
+                )
+                rows = {}
+        return requests
 
-    def _read_shard(self, shard: str, numbers: Numbers, lookups: Mapping[str, _Lookup]) -> bool:
-        """Read from one shard; False if the worker has to ask again, elsewhere or later."""
-        places = {
-            table: np.flatnonzero(one.left & self._placement.holds(shard, one.numbers))
-            for table, one in lookups.items()
-        }
-        request = Pull(
-            header=self._header,
-            clock=self.clock + self.reads_ahead,
-            buckets=dict(zip(numbers.tolist(), self._versions[numbers].tolist(), strict=True)),
-            rows={name: (lookups[name].ids[at], lookups[name].versions[at]) for name, at in places.items() if len(at)},
-            codec=self._config.pull,
-        )
-        reply = self._pull(shard, request)
-        if reply is None:
-            return False
+    def _take(self, request: Pull, reply: Pulled, lookups: Mapping[str, _Lookup]) -> None:
+        """Take what a shard sent."""
         for (name, index), payload in reply.pieces.items():
             start = index * self._schema.tensor(name).piece
             self.tensors[name][start : start + payload.shape[0]] = decode(payload, checks_values=False)
@@ -398,9 +428,8 @@ class ServerClient:
             at = np.searchsorted(lookup.ids, ids)
             lookup.versions[at] = versions
             lookup.values[torch.from_numpy(at)] = decode(payload, checks_values=False)
-        for table, at in places.items():
-            lookups[table].left[at] = False
-        return True
+        for table, (asked, _) in request.rows.items():
+            lookups[table].left[np.searchsorted(lookups[table].ids, asked)] = False
 
     def _cut(self, name: str, tensor: Tensor) -> list[tuple[PieceKey, Tensor]]:
         spec = self._schema.tensor(name)
@@ -453,33 +482,43 @@ class ServerClient:
         left = self._buckets
         while len(left):
             self.flush()
-            for shard, numbers in self._placement.split(left).items():
-                request = Advance(header=self._header, clock=self.clock, buckets=numbers, counts=self._counts[numbers])
-                reply = self._call(shard, request)
+            requests = [
+                (shard, Advance(header=self._header, clock=self.clock, buckets=numbers, counts=self._counts[numbers]))
+                for shard, numbers in self._placement.split(left).items()
+            ]
+            again: list[int] = []
+            is_moved = False
+            for reply in self._call_all(requests):
                 assert isinstance(reply, Advanced)
                 self._set_back(np.array([*reply.behind], np.int64), np.array([*reply.behind.values()], np.int64))
-                again = np.array([*reply.behind, *reply.moved], np.int64)
-                left = np.setdiff1d(left, np.setdiff1d(numbers, again))
-                if reply.moved:
-                    self._find_moved()
-
-    def _pull(self, shard: str, request: Pull) -> Pulled | None:
-        """Pull from one shard; None if the worker has to ask again, elsewhere or later."""
-        reply = self._call(shard, request)
-        assert isinstance(reply, Pulled)
-        if reply.moved:
-            self._find_moved()
-            return None
-        if reply.waiting_for:
-            self._wait(self._config.pause)
-            if self._header.worker in reply.waiting_for:  # the shard came back from an older state
-                self.send_clock()
-            return None
-        return reply
+                again += [*reply.behind, *reply.moved]
+                is_moved |= bool(reply.moved)
+            left = np.array(sorted(again), np.int64)
+            if is_moved:
+                self._find_moved()
 
     def _find_moved(self) -> None:
         self._wait(self._config.pause)
         self._placement = self._ask_placement()
+
+    def _call_all(self, requests: Sequence[tuple[str, Request]]) -> Iterator[Reply]:
+        """Send requests, all at once where that can be done, and give the reply to each."""
+        if self._start is None or len(requests) == 1:
+            for shard, request in requests:
+                yield self._call(shard, request)
+            return
+        started: list[Callable[[], Reply] | None] = []
+        for shard, request in requests:
+            try:
+                started.append(self._start(shard, request))
+            except (NotJoinedError, ShardUnreachableError):
+                started.append(None)
+        for (shard, request), take in zip(requests, started, strict=True):
+            try:
+                reply = self._call(shard, request) if take is None else take()
+            except (NotJoinedError, ShardUnreachableError):
+                reply = self._call(shard, request)
+            yield reply
 
     def _call(self, shard: str, request: Request) -> Reply:
         for attempt in range(1, self._config.attempts + 1):
