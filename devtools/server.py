@@ -159,7 +159,7 @@ def measure_ray(config: ServerConfig, values: torch.Tensor, rounds: int, folder:
 
         def begin(name: str, request: Request) -> Callable[[], Reply]:
             reply = shard.handle.remote(request)
-            return lambda: wait_for(reply, name, timeout_s=_ANSWER_S)  # type: ignore[no-any-return]
+            return lambda: wait_for(reply, name, timeout_s=_ANSWER_S)
 
         client = make_client(config, call, CodecConfig(), begin)
         array = values.numpy()

@@ -1,4 +1,4 @@
-"""What a bucket consists of, so that it can move as a whole; gradients that were pushed, and how several become one."""
+"""A bucket apart from its shard, so that it can move; gradients that were pushed, and how several become one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Gradients:
     """By table ids, the buckets of each, and values."""
 
     def only(self, is_wanted: Mask, bucket_of: Mapping[PieceKey, int]) -> Gradients | None:
-        """What of these is of buckets that a mask over all has; None if there is nothing."""
+        """Return the part of these that is of buckets which a mask over all has; None if there is nothing."""
         of_buckets = is_wanted[self.buckets]
         if of_buckets.all():
             return self

@@ -381,21 +381,25 @@ class ServerClient:
 
     def _read(self, dense: Numbers, lookups: Mapping[str, _Lookup]) -> None:
         """Bring the tensors of buckets (n,), and rows, up to date."""
-        while requests := self._make_pulls(dense, lookups):
-            slow, is_moved = set[str](), False
-            for (_, request), reply in zip(requests, self._call_all(requests), strict=True):
+        requests = self._make_pulls(dense, lookups)
+        while requests:
+            slow, is_moved, again = set[str](), False, []
+            for (shard, request), reply in zip(requests, self._call_all(requests), strict=True):
                 assert isinstance(reply, Pulled)
-                slow.update(reply.waiting_for)
                 is_moved |= bool(reply.moved)
-                if not reply.waiting_for and not reply.moved:
+                if reply.waiting_for:
+                    slow.update(reply.waiting_for)
+                    again.append((shard, request))
+                elif not reply.moved:
                     self._take(request, reply, lookups)
                     dense = np.setdiff1d(dense, np.array([*request.buckets], np.int64))
+            if slow:
+                self._wait(self._config.pause)
+            if self._header.worker in slow:  # a shard came back from an older state
+                self.send_clock()
             if is_moved:
                 self._find_moved()
-            elif slow:
-                self._wait(self._config.pause)
-                if self._header.worker in slow:  # a shard came back from an older state
-                    self.send_clock()
+            requests = self._make_pulls(dense, lookups) if is_moved else again
 
     def _make_pulls(self, dense: Numbers, lookups: Mapping[str, _Lookup]) -> list[tuple[str, Pull]]:
         """Ask each shard for what is left of tensors in buckets (n,), and of rows."""

@@ -98,7 +98,7 @@ def test_asking_what_cannot_be_lost_sends_no_gradients_but_those_that_are_lackin
     heard = listen(client)
     client.ask_durable()
     assert {type(one) for one in heard[::2]} == {Ask}
-    assert sum(count_bytes(one) for one in heard[::2]) == 8 * kept  # type: ignore[arg-type]
+    assert sum(count_bytes(one) for one in heard[::2]) == 8 * kept
     for name in list(cluster.shards):  # back to before the push
         cluster.kill(name)
     client.ask_durable()
@@ -257,7 +257,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_formula(codec: str) -> None:
     pull = codec if codec in ("fp32", "bf16", "int8") else "fp32"
     client = cluster.worker(
         "a",
-        config=ClientConfig(push=CodecConfig(codec=codec, density=density), pull=CodecConfig(codec=pull), pause=0),  # type: ignore[arg-type]
+        config=ClientConfig(push=CodecConfig(codec=codec, density=density), pull=CodecConfig(codec=pull), pause=0),
     )
     client.join()
     client.create({"w": torch.zeros(size)})
@@ -274,15 +274,15 @@ def test_the_bytes_on_the_wire_are_those_of_the_formula(codec: str) -> None:
         "topk": sum(8 * -(-piece // 100) for piece in pieces),
     }
     request, reply = heard
-    assert count_bytes(request) == 24 * parts + values[codec] + 8 * rows + of_rows  # type: ignore[arg-type]
-    assert count_bytes(reply) == 33 * parts  # type: ignore[arg-type]
+    assert count_bytes(request) == 24 * parts + values[codec] + 8 * rows + of_rows
+    assert count_bytes(reply) == 33 * parts
     heard.clear()
     client.pull_with_rows({"t": ids})
     request, reply = heard
     blocks = -(-rows * width // 2048)
     read = {"fp32": 4 * rows * width, "bf16": 2 * rows * width, "int8": rows * width + 4 * blocks}[pull]
-    assert count_bytes(request) == 16 * rows  # type: ignore[arg-type]
-    assert count_bytes(reply) == values[pull] + 16 * rows + read  # type: ignore[arg-type]
+    assert count_bytes(request) == 16 * rows
+    assert count_bytes(reply) == values[pull] + 16 * rows + read
     heard.clear()
     client.advance()
-    assert count_bytes(heard[0]) == 16 * 16  # type: ignore[arg-type]
+    assert count_bytes(heard[0]) == 16 * 16
