@@ -126,7 +126,7 @@ class ServerClient:
         agreed = -1
         while agreed < clock:
             agreed = clock
-            for shard in self._placement.weights:
+            for shard in self._placement.shards:
                 reply = self._call(shard, Join(header=self._header, clock=clock))
                 assert isinstance(reply, Joined)
                 clock = max(clock, reply.clock)
@@ -410,7 +410,7 @@ class ServerClient:
                     raise ShardUnreachableError(f"{shard} gave no answer in {attempt} calls; is it running?") from exc
                 self._wait(self._config.pause)
                 self._placement = self._ask_placement()
-                if shard not in self._placement.weights:
+                if shard not in self._placement.shards:
                     return _gone(request)
         raise ServerError(f"{shard} asks worker {self._header.worker!r} to join again and again")
 

@@ -455,6 +455,10 @@ class Shard:
         for worker, pair in sequences.items():
             self._durable[number, worker] = pair
 
+    def durable(self, number: int) -> dict[str, tuple[int, int]]:
+        """Return the last sequence of each worker's incarnation that a checkpoint of a bucket holds."""
+        return {worker: pair for (bucket, worker), pair in self._durable.items() if bucket == number}
+
     def adopt(self, data: bytes, *, place: str = "a snapshot") -> int:
         """Hold the bucket of a snapshot from now on, with the members that it knows; returns its number.
 
