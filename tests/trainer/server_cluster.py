@@ -160,7 +160,9 @@ class Cluster:
         """Tell a new shard who takes part, as a coordinator does."""
         shard = self.hosts[before.shards[0]].own
         for worker, (incarnation, _) in shard.members.items():
-            header = Header(run="r", schema=self.config.schema.digest, worker=worker, incarnation=incarnation)
+            header = Header(
+                run=self.config.run, schema=self.config.schema.digest, worker=worker, incarnation=incarnation
+            )
             self.hosts[name].handle(Join(header=header, clock=0), self.now)
 
     def step_move(self) -> None:

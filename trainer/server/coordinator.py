@@ -191,16 +191,18 @@ class Coordinator:
 
     def recall_notices(self) -> list[Join | Leave]:
         """Make what a shard must hear that came back from an older state: who takes part, and who does not."""
-        absent = sorted(self._incarnations.keys() - {name for name, one in self.members.items() if one.takes_part})
-        return [self._say_leave(name) for name in absent] + [
+        gone = {name: last for name, last in self._incarnations.items() if name not in self.members}
+        # One that lives and takes no part yet may soon: only those of its name before it are gone.
+        gone |= {name: one.incarnation - 1 for name, one in self.members.items() if not one.takes_part}
+        return [self._say_leave(name, last) for name, last in sorted(gone.items()) if last >= 0] + [
             self._say_join(name) for name, member in sorted(self.members.items()) if member.takes_part
         ]
 
     def _say_join(self, worker: str) -> Join:
         return Join(header=self.identity.header(worker, self.members[worker].incarnation), clock=0)
 
-    def _say_leave(self, worker: str) -> Leave:
-        return Leave(header=self.identity.header(worker, self._incarnations[worker]), worker=worker)
+    def _say_leave(self, worker: str, incarnation: int) -> Leave:
+        return Leave(header=self.identity.header(worker, incarnation), worker=worker)
 
     def retire(self, worker: str, now: float) -> None:
         """Have a worker leave after the batch that it is training on; it gets no lease any more."""
@@ -440,7 +442,7 @@ class Coordinator:
         elif kind == "forget":
             worker = change["worker"]
             self.members.pop(worker, None)
-            self._notices.append(self._say_leave(worker))
+            self._notices.append(self._say_leave(worker, self._incarnations[worker]))
             if self._evaluator is not None and self._evaluator[0] == worker:
                 self._evaluator = None
         elif kind == "evaluated":

@@ -20,15 +20,15 @@ from penstock.loader import pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SAMPLES, BATCH, EPOCHS, WIDTH = 1200, 8, 4, 6
+SAMPLES, BATCH, EPOCHS, WIDTH = 960, 8, 2, 6
 RECIPE = """
 [model]
-use = "audited:make_model"
+use = "audited:Parts"
 args = {{ width = {width} }}
 
 [optimizer]
 use = "torch.optim:SGD"
-args = {{ lr = 0.02 }}
+args = {{ lr = 0.004 }}
 
 [loss]
 use = "audited:squares_slowly"

@@ -296,3 +296,13 @@ def test_a_worker_that_is_to_leave_gets_no_lease_and_nobody_waits_for_it() -> No
         assert {lease.worker for lease in found.held} == {"a"}
         found.admit("b", 1.0)
         assert not found.is_leaving("b")
+
+
+def test_a_shard_that_comes_back_does_not_shut_out_who_is_about_to_take_part() -> None:
+    one = make(plan())
+    one.begin("a", 0.0)
+    one.begin("a", 0.0)
+    one.begin("b", 0.0)
+    assert [(type(notice), notice.header.incarnation) for notice in one.recall_notices()] == [(Leave, 0)]
+    one.lease("a", 1, -1, 0.0)
+    assert [(type(notice), notice.header.incarnation) for notice in one.recall_notices()] == [(Join, 1)]
