@@ -51,6 +51,7 @@ def torchrun(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.mark.full
 def test_ranks_train_every_batch_once_and_go_on_after_a_stop(tmp_path: Path) -> None:
     saved = tmp_path / "run" / "checkpoints" / "servers"
     with torchrun(tmp_path) as process:

@@ -18,7 +18,7 @@ from ray_runs import kill, standing, start, wait_for_batches
 from penstock.cli import run as run_command
 from penstock.loader import pack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 SAMPLES, BATCH, EPOCHS, WIDTH = 960, 8, 2, 6
 RECIPE = """
