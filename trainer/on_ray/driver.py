@@ -53,6 +53,7 @@ _ANSWER_S = 20.0
 _SAVE_S = 120.0
 _SAVE_EVERY_S = 60.0
 _WEIGH_S = 10.0
+_GONE_S = 120.0  # that a shard gives no answer, as where its node is lost and there is no room elsewhere
 _MOST_DEATHS = 5  # of a worker, without a batch that counts between them
 
 
@@ -315,7 +316,8 @@ class _Run:
                 numbers = wait_for(reply, name, timeout_s=_ANSWER_S)
                 origin = None if numbers["is_filled"] else self._fleet.fill(name, step=self._saved_at)
             except ShardUnreachableError:
-                self._standing.note_silent(name)
+                if self._standing.note_silent(name) > _GONE_S and self._fleet.give_up(name):
+                    self._narrator.note(f"{name} does not come back; its buckets move to the other shards")
                 self._restarted += [one for one in lost if one not in self._restarted]
                 continue
             if self._standing.note_shard(name, numbers):

@@ -7,7 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ...storage.resolve import open_store
+from ..checkpoint.remote.layout import list_stored
 from ..errors import ServerError, ShardUnreachableError
+from ..server.checkpoints import read_buckets, read_saved
 from ..server.messages import Request
 from ..server.moving import Transition
 from ..server.parcels import Parcels
@@ -18,6 +21,7 @@ from .calls import wait_for
 
 _START_S = 180.0
 _CALL_S = 120.0
+_AT_ONCE = 256
 _NAME_S = 30.0  # until the name of an actor that was ended is free
 
 
@@ -25,7 +29,8 @@ class Fleet:
     """Shards, and the placement of buckets on them; the ``Carrier`` of buckets that move. For the driver's thread.
 
     ``ask`` calls the coordinator until it answers. All mutable state: the actors by name, the placement as the
-    coordinator has it, and the move that goes on, with the time of its last progress.
+    coordinator has it, the move that goes on, with the time of its last progress, shards that are given up, and those
+    that have not heard of it.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class Fleet:
         self.placement = Placement(weights)
         self._transition: Transition | None = None
         self._progressed_s = 0.0
+        self._lost: set[str] = set()
+        self._to_hear: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -85,6 +92,7 @@ class Fleet:
         filling = shard_actor.Filling(
             weights=self.placement.weights,
             elsewhere=self.placement.elsewhere,
+            peers=sorted(self.actors),
             awaited=frozenset() if self._transition is None else self._transition.awaited(name),
             notices=self._ask("recall_notices") if notices is None else notices,
             step=step,
@@ -128,6 +136,21 @@ class Fleet:
         self._transition = Transition(self.placement, self._used, self)
         self._progressed_s = time.monotonic()
 
+    def give_up(self, name: str) -> bool:
+        """End a shard that does not come back, and begin to move its buckets; returns whether that is possible.
+
+        They are taken from the copies of other shards, and otherwise from the newest checkpoint; workers send again
+        what that lacks.
+        """
+        weights = {shard: weight for shard, weight in self.placement.weights.items() if shard != name}
+        if self.is_moving or name not in self.placement.weights or len(weights) < self._replicas:
+            return False
+        self._lost.add(name)
+        self._to_hear = set(weights)  # that copies cannot be there
+        self.end([name])  # so that it answers nobody any more
+        self.begin_move(weights)
+        return True
+
     def move_on(self, seconds: float) -> int | None:
         """Move for so long at most; returns how many buckets have moved once all have, and ends shards without any.
 
@@ -138,6 +161,9 @@ class Fleet:
         until = time.monotonic() + seconds
         while transition is not None and time.monotonic() < until:
             try:
+                for name in sorted(self._to_hear):
+                    self._call(name, "place", self.placement.weights)
+                    self._to_hear.discard(name)
                 transition.step()
             except ShardUnreachableError as exc:  # it may be starting anew
                 if time.monotonic() - self._progressed_s > _START_S:
@@ -148,13 +174,37 @@ class Fleet:
             self._progressed_s = time.monotonic()
             if transition.is_done:
                 self._transition = None
+                self._lost.clear()
                 self.end(self.actors.keys() - self.placement.weights.keys())
                 return transition.moved
         return None
 
     def depart(self, source: str, numbers: Collection[int]) -> Parcels:
+        if source in self._lost:
+            return self._recover(source, list(numbers)[:_AT_ONCE])
         parcels: Parcels = self._call(source, "depart", list(numbers))
         return parcels
+
+    def _recover(self, source: str, numbers: Sequence[int]) -> Parcels:
+        """Find buckets of a shard that is given up: in copies, in a checkpoint, or nowhere.
+
+        Raises:
+            ShardUnreachableError: a shard that may have copies gave no answer.
+        """
+        found: dict[int, bytes] = {}
+        for name, actor in self.actors.items() if self._replicas == 2 else ():
+            copies = wait_for(actor.copies_of.remote(source, self._token), name, timeout_s=_CALL_S)
+            found |= {number: copies[number] for number in numbers if number in copies}
+        left = set(numbers) - found.keys()
+        store = open_store(self._place)
+        try:
+            step = next(iter(list_stored(store)), None)
+            if left and step is not None:
+                saved = read_saved(store, step)
+                found |= {number: data for number in left for _, data in read_buckets(store, saved, [number])}
+        finally:
+            store.close()
+        return Parcels(buckets=found, absent=frozenset(numbers) - found.keys())
 
     def note(self, numbers: Collection[int]) -> None:
         self._ask("arrived", sorted(numbers))
@@ -164,10 +214,11 @@ class Fleet:
         self._call(target, "arrive", parcels)
 
     def forget(self, source: str, numbers: Collection[int]) -> None:
-        self._call(source, "forget", sorted(numbers))
+        if source not in self._lost:
+            self._call(source, "forget", sorted(numbers))
 
     def settle(self, shard: str, placement: Placement) -> int:
-        left: int = self._call(shard, "settle", placement.weights)
+        left: int = 0 if shard in self._lost else self._call(shard, "settle", placement.weights)
         return left
 
     def _call(self, name: str, method: str, *values: Any) -> Any:

@@ -35,7 +35,7 @@ from .calls import Refused, find_actor, wait_for
 THREADS = {"copies": 1, "writing": 1}
 """Ray's concurrency groups, besides the default one of one thread."""
 _COPY_S = 20.0
-_RECOVERY_S = 60.0
+_RECOVERY_S = 20.0
 _TRIES = 10
 
 
@@ -58,12 +58,14 @@ class ShardSettings:
 class Filling:
     """All that a shard must hear before it answers for buckets.
 
-    ``weights`` and ``elsewhere`` are the placement, ``awaited`` the buckets that will be brought, ``notices`` who takes
-    part, and ``step`` the checkpoint that the run goes on from.
+    ``weights`` and ``elsewhere`` are the placement, ``peers`` all shards that there are, also those that hold nothing
+    but copies any more, ``awaited`` the buckets that will be brought, ``notices`` who takes part, and ``step`` the
+    checkpoint that the run goes on from.
     """
 
     weights: Mapping[str, float]
     elsewhere: Mapping[int, str] = field(default_factory=dict)
+    peers: Collection[str] = ()
     awaited: frozenset[int] = frozenset()
     notices: Sequence[Request] = ()
     step: int | None = None
@@ -106,7 +108,7 @@ class ParameterShard:
             placement = Placement(filling.weights, filling.elsewhere)
             self._shard.place(Placement(filling.weights))
             held = placement.buckets_of(self._settings.name) if self._settings.name in placement.shards else set()
-            origins = self._find_buckets(set(held), placement, filling)
+            origins = self._find_buckets(set(held), filling)
             for notice in (*filling.notices, *self._heard):
                 with suppress(NotJoinedError):  # what was heard first may be out of date
                     self._shard.own.handle(notice, time.time())
@@ -116,7 +118,7 @@ class ParameterShard:
             return Refused.of(exc)
         return " and ".join(origins)
 
-    def _find_buckets(self, wanted: set[int], placement: Placement, filling: Filling) -> list[str]:
+    def _find_buckets(self, wanted: set[int], filling: Filling) -> list[str]:
         """Hold buckets: from copies, a checkpoint, or empty; returns which, in words."""
         settings, own = self._settings, self._shard.own
         left = wanted & set(settings.config.schema.buckets().tolist())
@@ -127,7 +129,7 @@ class ParameterShard:
             if is_restart:
                 if settings.replicas == 2:
                     before = len(left)
-                    left -= self._adopt_copies(placement, left)
+                    left -= self._adopt_copies(filling.peers, left)
                     origins += ["copies"] if len(left) < before else []
                 step = next(iter(list_stored(store)), step)
             left -= filling.awaited
@@ -155,11 +157,15 @@ class ParameterShard:
                 time.sleep(0.5)
         return {self._shard.own.adopt(data, place=place) for place, data in found}
 
-    def _adopt_copies(self, placement: Placement, wanted: set[int]) -> set[int]:
-        """Ask the other shards for copies, also those that just start; returns the buckets that they had."""
+    def _adopt_copies(self, names: Collection[str], wanted: set[int]) -> set[int]:
+        """Ask the other shards for copies, also those that just start; returns the buckets that they had.
+
+        Raises:
+            ShardUnreachableError: one gave no answer: it may have what is newer than a checkpoint.
+        """
         copies: dict[str, dict[int, bytes]] = {}
         deadline = time.monotonic() + _RECOVERY_S
-        peers = [peer for peer in placement.shards if peer != self._settings.name]
+        peers = [peer for peer in names if peer != self._settings.name]
         while peers and time.monotonic() < deadline:
             for peer in list(peers):
                 try:
@@ -169,6 +175,8 @@ class ParameterShard:
                     time.sleep(0.2)
                     continue
                 peers.remove(peer)
+        if peers:
+            raise ShardUnreachableError(f"{self._settings.name} waits for the copies that {', '.join(peers)} may have")
         return self._shard.adopt_copies(copies, wanted)
 
     def _header(self) -> Header:
@@ -310,6 +318,15 @@ class ParameterShard:
         except PenstockError as exc:
             return Refused.of(exc)
         self._shard.forget(numbers)
+        return None
+
+    def place(self, token: str, weights: Mapping[str, float]) -> Refused | None:
+        """Have copies made from now on by new weights, since a shard is lost."""
+        try:
+            self._check(token)
+        except PenstockError as exc:
+            return Refused.of(exc)
+        self._shard.place(Placement(weights))
         return None
 
     def settle(self, token: str, weights: Mapping[str, float]) -> int | Refused:

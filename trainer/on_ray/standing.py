@@ -29,7 +29,7 @@ class Standing:
         """The processes of workers, by name."""
         self._policy, self._plan, self._folder = recipe.trainer.server.policy, plan, folder
         self._shards: dict[str, Mapping[str, Any]] = {}
-        self._silent: set[str] = set()
+        self._silent: dict[str, float] = {}
         self._starts: dict[str, int] = {}
         self._run: Mapping[str, Any] = {}
         self._state: State = "starting"
@@ -64,7 +64,7 @@ class Standing:
 
     def note_shard(self, name: str, numbers: Mapping[str, Any]) -> bool:
         """Note what a shard tells; returns whether it has started anew since."""
-        self._silent.discard(name)
+        self._silent.pop(name, None)
         before = self._shards.get(name)
         self._shards[name] = numbers
         return self._count_start(name, before, numbers)
@@ -77,11 +77,11 @@ class Standing:
     def forget_others(self, names: Collection[str]) -> None:
         """Forget the shards that have left, all but these."""
         self._shards = {name: numbers for name, numbers in self._shards.items() if name in names}
-        self._silent &= set(names)
+        self._silent = {name: since for name, since in self._silent.items() if name in names}
 
-    def note_silent(self, name: str) -> None:
-        """Note that a shard gave no answer."""
-        self._silent.add(name)
+    def note_silent(self, name: str) -> float:
+        """Note that a shard gave no answer; returns for how many seconds it has given none."""
+        return time.monotonic() - self._silent.setdefault(name, time.monotonic())
 
     def note_coordinator(self, found: Mapping[str, Any]) -> bool:
         """Note what the coordinator tells; returns whether it has started anew since."""

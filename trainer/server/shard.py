@@ -457,7 +457,8 @@ class Shard:
 
     def durable(self, number: int) -> dict[str, tuple[int, int]]:
         """Return the last sequence of each worker's incarnation that a checkpoint of a bucket holds."""
-        return {worker: pair for (bucket, worker), pair in self._durable.items() if bucket == number}
+        workers = self._held(number).sequences
+        return {one: self._durable[number, one] for one in workers if (number, one) in self._durable}
 
     def adopt(self, data: bytes, *, place: str = "a snapshot") -> int:
         """Hold the bucket of a snapshot from now on, with the members that it knows; returns its number.
