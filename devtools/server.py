@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.storage.ray_cluster import HERE, open_cluster
 from penstock.trainer.on_ray.calls import wait_for
-from penstock.trainer.on_ray.shard_actor import ShardSettings, make_actor_class
+from penstock.trainer.on_ray.shard_actor import Filling, ShardSettings, make_actor_class
 from penstock.trainer.server.client import ClientConfig, ServerClient
 from penstock.trainer.server.messages import Header, Reply, Request, count_bytes
 from penstock.trainer.server.optimizers import Sgd
@@ -151,6 +151,7 @@ def measure_ray(config: ServerConfig, values: torch.Tensor, rounds: int, folder:
     with open_cluster(HERE, cpus=4, namespace="speed") as ray:
         settings = ShardSettings(name="shard-0", config=config, weights={"shard-0": 1.0}, replicas=1, place=folder)
         shard = make_actor_class().options(name="shard-0", num_cpus=1).remote(settings)
+        wait_for(shard.fill.remote("", Filling(weights=settings.weights)), "shard-0", timeout_s=_ANSWER_S)
         bare = ray.remote(BareActor).options(num_cpus=1).remote(values.numel())
 
         def call(name: str, request: Request) -> Reply:

@@ -144,7 +144,7 @@ class Worker:
             task = self._services.task(self._name, begun.incarnation)
             if task is not None:
                 self._evaluate(begun, task)
-            elif self._services.is_stopping():
+            elif self._services.is_stopping(self._name):
                 return None
             else:
                 pulse.wait(self._options.pause_s)
@@ -380,7 +380,7 @@ class _Pulse:
         while not self._ended.wait(self._every_s):
             try:
                 self._services.renew(self._name, self._begun.incarnation)
-                self.is_stopping = self._services.is_stopping()
+                self.is_stopping = self._services.is_stopping(self._name)
             except LeaseError as exc:
                 self._error = exc
                 return

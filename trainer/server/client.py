@@ -7,7 +7,7 @@ returns what waits for the reply, so that several are under way at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -154,7 +154,7 @@ class ServerClient:
         agreed = -1
         while agreed < clock:
             agreed = clock
-            for shard in self._placement.weights:
+            for shard in self._placement.shards:
                 reply = self._call(shard, Join(header=self._header, clock=clock))
                 assert isinstance(reply, Joined)
                 clock = max(clock, reply.clock)
@@ -183,16 +183,18 @@ class ServerClient:
         *,
         weight: float = 1.0,
         rate: float | None = None,
+        only: Collection[int] | None = None,
         is_given: bool = False,
     ) -> None:
         """Push gradients of this step; returns when all count. Ids (n,) may repeat: their rows (n, width) are added.
 
-        With ``is_given`` nobody writes to the tensors any more, so that what must be kept of them needs no copy.
+        Of tensors the pieces in the buckets ``only`` are pushed; without it all. With ``is_given`` nobody writes to
+        the tensors any more, so that what must be kept of them needs no copy.
 
         Raises:
             ServerRefusedError: a value is not finite, or a shape is not the server's; nothing counts.
         """
-        self._prepare(tensors, rows or {}, weight, rate, is_shared=not is_given)
+        self._prepare(tensors, rows or {}, weight, rate, only, is_shared=not is_given)
         try:
             self.flush()
         finally:
@@ -211,14 +213,22 @@ class ServerClient:
         self._own_kept()
 
     def _prepare(
-        self, tensors: Mapping[str, Tensor], rows: Rows, weight: float, rate: float | None, *, is_shared: bool
+        self,
+        tensors: Mapping[str, Tensor],
+        rows: Rows,
+        weight: float,
+        rate: float | None,
+        only: Collection[int] | None = None,
+        *,
+        is_shared: bool,
     ) -> None:
         """Cut gradients into parts, which share the memory of fp32 ones until ``_own_kept``."""
         self._check_finite(tensors, rows)
         pieces: dict[PieceKey, Payload] = {}
         for name, tensor in tensors.items():
             for key, flat in self._cut(name, tensor):
-                pieces[key] = self.feedback.encode(f"{key[1]} {name}", flat)
+                if only is None or self._bucket_of[key] in only:
+                    pieces[key] = self.feedback.encode(f"{key[1]} {name}", flat)
         codec = self._config.push if self._config.push.codec in ("fp32", "bf16") else CodecConfig()
         summed: dict[str, tuple[Numbers, Numbers, Payload]] = {}
         for table, (ids, gradients) in rows.items():
@@ -339,9 +349,12 @@ class ServerClient:
         self.clock += 1
         self.send_clock()
 
-    def pull(self) -> dict[str, Tensor]:
-        """Bring ``tensors`` up to date, once the policy lets this worker read; returns them in their shapes."""
-        self._read(self._dense, {})
+    def pull(self, only: Collection[int] | None = None) -> dict[str, Tensor]:
+        """Bring ``tensors`` up to date, once the policy lets this worker read; returns them in their shapes.
+
+        Pieces in the buckets ``only`` are; without it all.
+        """
+        self._read(self._dense if only is None else np.array(sorted(only), np.int64), {})
         return {spec.name: self.tensors[spec.name].view(spec.shape) for spec in self._schema.tensors}
 
     def pull_rows(self, table: str, ids: Numbers) -> Tensor:
@@ -537,7 +550,7 @@ class ServerClient:
                     raise ShardUnreachableError(f"{shard} gave no answer in {attempt} calls; is it running?") from exc
                 self._wait(self._config.pause)
                 self._placement = self._ask_placement()
-                if shard not in self._placement.weights:
+                if shard not in self._placement.shards:
                     return _gone(request)
         raise ServerError(f"{shard} asks worker {self._header.worker!r} to join again and again")
 

@@ -180,3 +180,11 @@ class Ledger:
             return np.zeros(len(numbers), np.int64)
         incarnations, sequences = self._durable[worker]
         return np.where(incarnations[numbers] == incarnation, sequences[numbers], 0)
+
+    def durable_in(self, number: int) -> dict[str, tuple[int, int]]:
+        """By worker the incarnation, and its last sequence in a bucket that nothing can undo, where there is one."""
+        return {
+            worker: (int(incarnations[number]), int(sequences[number]))
+            for worker, (incarnations, sequences) in self._durable.items()
+            if incarnations[number] >= 0
+        }

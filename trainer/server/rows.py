@@ -53,6 +53,12 @@ class TableRows:
         self._order, self._starts, self._ordered = np.zeros(0, np.int64), np.zeros(placement.BUCKETS + 1, np.int64), 0
         """The first ``_ordered`` places by bucket, and where each bucket's begin."""
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the rows that are held, and of their state."""
+        held = self._count - self._dead
+        return sum(held * tensor[:1].nbytes for tensor in (self.values, *self.state.values()) if len(tensor))
+
     def places(self, ids: Numbers) -> Numbers:
         """Find the places (n,) of the rows with these ids (n,); -1 for those that are not there."""
         found = np.full(len(ids), -1, np.int64)

@@ -138,5 +138,5 @@ class Services(Protocol):
     def finish(self, worker: str, incarnation: int, task: Task, metrics: Mapping[str, float]) -> None:
         """Hand in the result of a task."""
 
-    def is_stopping(self) -> bool:
-        """Ask whether the run is over, or is to end after the batches that are being trained on."""
+    def is_stopping(self, worker: str | None = None) -> bool:
+        """Ask whether the run is over, or is to end after the batches that are being trained on; or one worker is."""

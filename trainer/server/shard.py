@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -90,7 +91,7 @@ class Shard:
     @property
     def buckets(self) -> Mapping[int, HeldBucket]:
         """The buckets that it holds, by number."""
-        return self._holding.buckets
+        return MappingProxyType(self._holding.buckets)
 
     @property
     def clocks(self) -> dict[str, int]:
@@ -106,6 +107,13 @@ class Shard:
     def num_values(self) -> int:
         """The number of elements of dense tensors that it holds."""
         return sum(piece.values.numel() for bucket in self.buckets.values() for piece in bucket.pieces.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all values and of their optimizers' state."""
+        pieces = [piece for bucket in self.buckets.values() for piece in bucket.pieces.values()]
+        dense = sum(tensor.nbytes for piece in pieces for tensor in (piece.values, *piece.state.values()))
+        return dense + sum(table.num_bytes for table in self._holding.tables.values())
 
     @property
     def version(self) -> int:
@@ -499,6 +507,11 @@ class Shard:
         for worker, (incarnation, sequence) in sequences.items():
             self._holding.ledger.confirm(number, worker, incarnation, sequence)
 
+    def durable(self, number: int) -> dict[str, tuple[int, int]]:
+        """Return the last sequence of each worker's incarnation that a checkpoint of a bucket holds."""
+        found = self._holding.ledger.durable_in(number)
+        return {worker: found[worker] for worker in self._held(number).sequences if worker in found}
+
     def adopt(self, data: bytes, *, place: str = "a snapshot") -> int:
         """Hold the bucket of a snapshot from now on, with the members that it knows; returns its number.
 
@@ -535,8 +548,12 @@ class Shard:
     def release(self, number: int) -> bytes:
         """Stop holding a bucket, and return its snapshot."""
         data = self.snapshot(number)
-        self._holding.drop(number)
+        self.drop(number)
         return data
+
+    def drop(self, number: int) -> None:
+        """Hold a bucket no longer."""
+        self._holding.drop(number)
 
 
 def _is_ascending(numbers: Numbers) -> bool:

@@ -249,6 +249,18 @@ def test_what_was_pulled_stays_as_it_was_while_others_push() -> None:
     assert first.pull()["b"].tolist() == [3.0, 3.0]
 
 
+def test_chosen_buckets_alone_are_pushed_and_pulled() -> None:
+    cluster = Cluster(adding(policy=Asp()))
+    first, second = cluster.start(2)
+    number = bucket_of_piece("w", 0)
+    first.push({"w": torch.ones(3, 4)}, only={number})
+    before = second.pull(only={bucket_of_piece("b", 0)})["w"].clone()
+    assert before.abs().sum() == 0
+    in_bucket = [index for index in range(3) if bucket_of_piece("w", index) == number]
+    expected = [1.0 if place // 5 in in_bucket else 0.0 for place in range(12)]
+    assert second.pull()["w"].flatten().tolist() == expected
+
+
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "topk"])
 def test_the_bytes_on_the_wire_are_those_of_the_formula(codec: str) -> None:
     size, rows, width, density = 5000, 37, 2, 0.01
