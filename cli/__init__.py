@@ -26,6 +26,7 @@ COMMANDS = {
     "state": "show where a saved state of a loader stands, or move it on",
     "doctor": "check a machine, a store and the network of ranks; say what to mend",
     "top": "show a training run's ranks live: rates, waits, what to change",
+    "scale": "give a running parameter server more or fewer workers and shards",
     "report": "draw a training run as one HTML page, also while it runs",
 }
 

@@ -88,7 +88,9 @@ class ServersView:
 
 
 def _shard_table(shards: Sequence[ShardStatus]) -> Table:
-    table = _table(("shard", "version", "values", "rows", "requests", "bytes in", "bytes out", "starts"))
+    table = _table(
+        ("shard", "version", "values", "rows", "requests", "bytes in", "bytes out", "starts", "share", "MB/s")
+    )
     for one in shards:
         table.add_row(
             shown(one.name),
@@ -99,6 +101,8 @@ def _shard_table(shards: Sequence[ShardStatus]) -> Table:
             format_bytes(one.bytes_in),
             format_bytes(one.bytes_out),
             f"{one.starts}",
+            f"{one.share:.0%}",
+            "" if one.mb_per_s is None else f"{one.mb_per_s:.3g}",
         )
     return table
 

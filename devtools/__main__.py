@@ -15,6 +15,7 @@ _PARTS = {
     "arguments",
     "equality_cases",
     "mixture_peers",
+    "paced_steps",
     "simulation_rank",
     "single_pass",
     "single_start",

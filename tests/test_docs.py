@@ -307,7 +307,7 @@ def common_options(command: list[str]) -> set[str]:
     common = options_in_tables(section_of("Common options"))
     if command[0] in ("pack", "export"):
         return set()
-    if command[0] in ("audit", "doctor", "top", "report", "state") or command == ["bench", "--quick"]:
+    if command[0] in ("audit", "doctor", "top", "scale", "report", "state") or command == ["bench", "--quick"]:
         return {"--json"}
     return common if command[0] in ("index", "verify") else common - {"--threads"}
 

@@ -66,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
         is_alike = False
         if recipe.trainer.parallel.mode == "parameter_server":
-            train_asynchronously(command)
-            return 0
+            return EXIT_STALLED if train_asynchronously(command) else 0
         world = open_world(device=recipe.trainer.device)
         prepare_data(recipe, world)
         summary = train_recipe(recipe, world)
@@ -106,28 +105,38 @@ def _may_be_cut_off() -> Iterator[None]:
         raise SystemExit(0) from None
 
 
-def train_asynchronously(command: Command) -> Summary:
-    """Train with workers and a parameter server, in this process or on a Ray cluster.
+def train_asynchronously(command: Command) -> bool:
+    """Train with workers and a parameter server: in this process, in the ranks of a launcher, or on a Ray cluster.
+
+    Returns whether others asked to stop, so that it goes on when it is started again.
 
     Raises:
-        RecipeError: a launcher started several processes, of which each would start all of this.
+        RecipeError: a launcher started several processes, and options say that workers are to be elsewhere.
     """
     from .asynchronous.local_run import train_locally
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
+    recipe, ranks = command.recipe, int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and (command.ray or command.workers != 1):
+        given = "--ray" if command.ray else f"--workers={command.workers}"
         raise RecipeError(
-            f"parallel.mode='parameter_server' starts its workers itself, and WORLD_SIZE={ranks} says that a launcher "
-            "started several processes; start one: python -m penstock.trainer RECIPE --workers 3 --shards 2"
+            f"{given} says where workers are, and WORLD_SIZE={ranks} that a launcher started several processes, each "
+            f"one a worker; leave {given} out, or start one process: python -m penstock.trainer RECIPE {given}"
         )
+    if ranks > 1:
+        from .asynchronous.ranks_run import train_on_ranks
+
+        world = open_world(device=recipe.trainer.device)
+        prepare_data(recipe, world)
+        return train_on_ranks(recipe, world, shards=command.shards)
+    _prepare_here(recipe)
     if command.ray:
         from .on_ray.driver import RayOptions, train_on_ray
 
         options = RayOptions(address=command.address or HERE, workers=command.workers, shards=command.shards)
-        _prepare_here(command.recipe)
-        return train_on_ray(command.recipe, options)
-    _prepare_here(command.recipe)
-    return train_locally(command.recipe, workers=command.workers, shards=command.shards)
+        train_on_ray(recipe, options)
+    else:
+        train_locally(recipe, workers=command.workers, shards=command.shards)
+    return False
 
 
 def _prepare_here(recipe: Recipe) -> None:

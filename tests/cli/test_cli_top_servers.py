@@ -32,7 +32,16 @@ STATUS = ServersStatus(
     metrics={"accuracy": 0.975},
     saved_step=100,
     shards=[
-        ShardStatus(name="shard-0", version=361, values=58_506, requests=1234, bytes_in=5 << 20, bytes_out=3 << 20),
+        ShardStatus(
+            name="shard-0",
+            version=361,
+            values=58_506,
+            requests=1234,
+            bytes_in=5 << 20,
+            bytes_out=3 << 20,
+            share=0.25,
+            mb_per_s=118.3,
+        ),
         ShardStatus(name="shard-1", is_answering=False, version=12, starts=2),
     ],
     workers=[
@@ -59,6 +68,7 @@ def test_shards_and_workers_have_a_row_each_and_who_is_waited_for_is_named(
     assert "step 120 of 500" in text
     assert "accuracy 0.975" in text
     assert rows["shard-0"][:4] == ["361", "58,506", "0", "1,234"]
+    assert rows["shard-0"][-2:] == ["25%", "118"]
     assert rows["worker-000"][0] == "124"
     assert rows["worker-000"][-1] == "worker-001"
     assert rows["worker-001"][:2] == ["120", "4"]

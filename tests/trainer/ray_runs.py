@@ -25,7 +25,7 @@ from penstock.trainer.server.checkpoints import find_newest, read_buckets
 HERE = Path(__file__).parent
 RECIPE = f"""
 [model]
-use = "{MODULE}:Tally"
+use = "{MODULE}:Tallies"
 args = {{ batches = 240 }}
 
 [optimizer]
@@ -52,13 +52,15 @@ dtype = "fp32"
 
 
 @contextmanager
-def start(folder: Path, *options: str, address: str | None = None) -> Iterator[subprocess.Popen[str]]:
+def start(
+    folder: Path, *options: str, address: str | None = None, recipe: str = RECIPE
+) -> Iterator[subprocess.Popen[str]]:
     """Start a run of the recipe in a process; its messages go to ``folder``/log."""
     folder.mkdir(exist_ok=True)
-    recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE)
+    path = folder / "recipe.toml"
+    path.write_text(recipe)
     where = [] if address is None else [f"--address={address}"]
-    command = [sys.executable, "-m", "penstock.trainer", str(recipe), "--ray", *where, *options]
+    command = [sys.executable, "-m", "penstock.trainer", str(path), "--ray", *where, *options]
     command += [f"--trainer.output_dir={folder / 'run'}"]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     with (
@@ -99,5 +101,5 @@ def counts(folder: Path) -> list[float]:
     parts: dict[int, Tensor] = {}
     for place, data in read_buckets(store, saved, saved.buckets):
         bucket = snapshots.restore(data, run=saved.run["run"], schema=saved.run["schema"], place=place)
-        parts |= {index: piece.values[0] for (_, index), piece in bucket.pieces.items()}
+        parts |= {int(name.removeprefix("counts.")): piece.values[0] for (name, _), piece in bucket.pieces.items()}
     return (-torch.cat([parts[index] for index in sorted(parts)])).tolist()

@@ -5,27 +5,33 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from ...storage.resolve import open_store
 from ...storage.threads.interruptible import Thread
 from ..errors import StallError, TrainerConfigError
 from ..recipes.recipe import Recipe
 from ..report.progress import Summary
+from ..report.status.scaling import Answer, Wanted, answer_request, choose_names, open_to_requests, read_request
 from ..server.checkpoints import find_newest
 from ..watch.stop_flag import StopFlag
 from .local_cluster import LocalCluster
 from .narrator import Narrator, View
 from .saved_runs import checkpoint_place, load, resume_setup, save
+from .tcp_services import ServicesHost
 from .worker import WorkerOptions, run_worker
 
 _TURN_S = 0.05
 _PAUSE_S = 0.003  # a call costs a tenth of that here
 
 
-def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
+def train_locally(
+    recipe: Recipe, *, workers: int, shards: int, host: ServicesHost | None = None, flag: StopFlag | None = None
+) -> Summary:
     """Train with this many workers and shards in this process; returns when all batches are trained on.
 
-    A run whose folder has a checkpoint goes on from it, with these numbers of workers and shards.
+    A run whose folder has a checkpoint goes on from it, with these numbers of workers and shards. With ``host`` one of
+    the workers is here, and others call that. ``flag`` is set by signals, those of the main thread by default.
 
     Raises:
         TrainerConfigError: the recipe, or the numbers, cannot work.
@@ -49,20 +55,27 @@ def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
         if store is not None and saved is not None:
             load(cluster, store, saved)
         narrator = stack.enter_context(Narrator(recipe, setup.plan))
-        flag = stack.enter_context(StopFlag()) if threading.current_thread() is threading.main_thread() else None
+        if flag is None and threading.current_thread() is threading.main_thread():
+            flag = stack.enter_context(StopFlag())
         resumed = None if saved is None else View.of(cluster.coordinator)
         narrator.begin(workers=workers, shards=shards, server=setup.server, resumed=resumed)
         for text in notes:
             narrator.note(text)
         saved_step = cluster.coordinator.step
-        crew = Crew(recipe, cluster, workers)
+        output = Path(recipe.trainer.output_dir)
+        open_to_requests(output)
+        if host is not None:
+            stack.enter_context(host.serve(cluster))
+        crew = Crew(recipe, cluster, workers if host is None else 1)
         stack.callback(crew.end)
         is_over = False
         while not is_over:
-            is_over = crew.wait(_TURN_S)
+            is_over = crew.wait(_TURN_S) and not (host is not None and cluster.coordinator.members)
             if flag is not None and flag.reason is not None:
                 cluster.ask(lambda one, now: one.stop())
             cluster.tick()
+            if (wanted := read_request(output)) is not None:
+                _scale(wanted, output, crew, cluster, narrator, has_ranks=host is not None)
             cluster.ask(lambda one, now: narrator.look(one))
             if problem := narrator.find_stall(recipe.trainer.stall_timeout_s):
                 raise StallError(problem)
@@ -73,34 +86,81 @@ def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
                 narrator.record("checkpoint", {"seconds": time.monotonic() - started, "state": "written"})
         crew.raise_error()
         stopped_by = "" if flag is None else flag.reason or ""
+        if host is not None and not stopped_by and not cluster.coordinator.is_done:
+            stopped_by = "a signal to another rank"
         view = View.of(cluster.coordinator)
         resumes_at = view.step if stopped_by and store is not None else None
         return narrator.finish(view, stopped_by=stopped_by, resumes_at=resumes_at)
 
 
+def _scale(
+    wanted: Wanted, output: Path, crew: Crew, cluster: LocalCluster, narrator: Narrator, *, has_ranks: bool
+) -> None:
+    """Have the numbers of workers and shards that are wanted, and say so."""
+    if has_ranks and wanted.workers is not None:
+        reason = "workers are ranks of a launcher; start it again with another --nproc-per-node, to go on with those"
+        answer_request(output, Answer(id=wanted.id, progress="refused", reason=reason))
+        return
+    for name, count in (("workers", wanted.workers), ("shards", wanted.shards)):
+        if count is not None and count < 1:
+            reason = f"--{name}={count} must be 1 or more"
+            answer_request(output, Answer(id=wanted.id, progress="refused", reason=reason))
+            return
+    moved = 0
+    if wanted.shards is not None:
+        added, removed = choose_names(cluster.shards.keys(), wanted.shards, "shard-{}")
+        names = [*(cluster.shards.keys() - set(removed)), *added]
+        moved = cluster.place(dict.fromkeys(names, 1.0))
+    if wanted.workers is not None:
+        crew.scale(wanted.workers)
+    workers, shards = len(cluster.coordinator.members if has_ranks else crew.names), len(cluster.shards)
+    narrator.note(f"{workers} workers and {shards} shards from now on; {moved:,} buckets have moved")
+    answer_request(output, Answer(id=wanted.id, progress="done", workers=workers, shards=shards))
+
+
 class Crew:
     """The workers of a run, each a thread. One that fails has the others end.
 
-    All mutable state: the threads, and their errors.
+    All mutable state: the threads by name, those that are to leave, and the errors.
     """
 
     def __init__(self, recipe: Recipe, cluster: LocalCluster, workers: int) -> None:
-        self._cluster = cluster
+        self._recipe, self._cluster = recipe, cluster
         self._errors: list[BaseException] = []
-        options = WorkerOptions(pause_s=_PAUSE_S, silence_s=recipe.trainer.server.silence_s, seeds_steps=workers == 1)
-        self._threads = [
-            Thread(target=self._run, args=(recipe, f"worker-{index:03d}", options), name=f"worker-{index}")
-            for index in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._options = WorkerOptions(
+            pause_s=_PAUSE_S, silence_s=recipe.trainer.server.silence_s, seeds_steps=workers == 1
+        )
+        self._threads: dict[str, Thread] = {}
+        self._leaving: list[Thread] = []
+        self.scale(workers)
+
+    @property
+    def names(self) -> list[str]:
+        """The workers that train, or have ended with the run."""
+        return list(self._threads)
+
+    def scale(self, workers: int) -> None:
+        """Have so many workers: more begin at once, and those that leave do so after the batch they are training on."""
+        added, removed = choose_names(self._threads.keys(), workers, "worker-{:03d}")
+        for name in removed:
+            self._cluster.ask(lambda one, now, name=name: one.retire(name, now))  # type: ignore[misc]
+            self._leaving.append(self._threads.pop(name))
+        for name in added:
+            for thread in self._leaving:  # one of this name may not have left yet
+                if thread.name == name:
+                    thread.join()
+            self._cluster.ask(lambda one, now, name=name: one.admit(name, now))  # type: ignore[misc]
+            self._threads[name] = Thread(target=self._run, args=(self._recipe, name, self._options), name=name)
+            self._threads[name].start()
 
     def wait(self, seconds: float) -> bool:
         """Wait for so long at most; returns whether all have ended."""
         until = time.monotonic() + seconds
-        for thread in self._threads:
+        threads = (*self._threads.values(), *self._leaving)
+        for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        self._leaving = [thread for thread in self._leaving if thread.is_alive()]
+        return not any(thread.is_alive() for thread in threads)
 
     def raise_error(self) -> None:
         """Raise what the first worker that failed met."""
@@ -110,7 +170,7 @@ class Crew:
     def end(self) -> None:
         """Have all end after the batch that each is training on, and wait for that."""
         self._cluster.ask(lambda one, now: one.stop())
-        for thread in self._threads:
+        for thread in (*self._threads.values(), *self._leaving):
             thread.join(timeout=60.0)
 
     def _run(self, recipe: Recipe, name: str, options: WorkerOptions) -> None:

@@ -144,7 +144,7 @@ class Worker:
             task = self._services.task(self._name, begun.incarnation)
             if task is not None:
                 self._evaluate(begun, task)
-            elif self._services.is_stopping():
+            elif self._services.is_stopping(self._name):
                 return None
             else:
                 pulse.wait(self._options.pause_s)
@@ -183,6 +183,7 @@ class Worker:
             call=self._services.call,
             placement=self._services.placement,
             wait=pulse.wait,
+            start=self._services.start,
             config=self._client_config(),
         )
         client.join()
@@ -216,6 +217,7 @@ class Worker:
         exchange.begin(self._parameters, self._look_up(one))
         while one is not None:
             schedule.set_rates(begun.plan.step_of(one.unit))
+            exchange.read_ahead(self._look_up(batches.peek()))
             gradients = self._compute(one, schedule.rate)
             counted.expect(one)
             started = time.monotonic()
@@ -378,7 +380,7 @@ class _Pulse:
         while not self._ended.wait(self._every_s):
             try:
                 self._services.renew(self._name, self._begun.incarnation)
-                self.is_stopping = self._services.is_stopping()
+                self.is_stopping = self._services.is_stopping(self._name)
             except LeaseError as exc:
                 self._error = exc
                 return

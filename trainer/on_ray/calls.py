@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ...storage.ray_cluster import import_ray
-from .. import errors
-from ..errors import ServerError, ShardUnreachableError, TrainerError
+from ..errors import ServerError, ShardUnreachableError
+from ..server.refused import Refused, raise_refused
 
-_KINDS: dict[str, type[TrainerError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, TrainerError)
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refused:
-    """An error of ours, by the name of its class, in place of a reply."""
-
-    kind: str
-    text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> Refused:
-        return cls(kind=type(error).__name__, text=str(error))
+__all__ = ["Refused", "find_actor", "wait_for"]
 
 
 def wait_for(reply: Any, name: str, *, timeout_s: float) -> Any:
@@ -42,9 +27,7 @@ def wait_for(reply: Any, name: str, *, timeout_s: float) -> Any:
         ) from exc
     except ray.exceptions.RayError as exc:  # died, restarts, gave no answer in time, or its node went
         raise ShardUnreachableError(f"{name} gave no answer: {type(exc).__name__}") from exc
-    if isinstance(found, Refused):
-        raise _KINDS.get(found.kind, ServerError)(found.text)
-    return found
+    return raise_refused(found)
 
 
 def find_actor(name: str) -> Any:

@@ -24,8 +24,11 @@ from .calls import Refused, find_actor, wait_for
 
 NAME = "coordinator"
 # What workers ask; each takes the time as its last argument, but for those in the second set.
-_TIMED = frozenset({"begin", "leave", "lease", "consume", "renew", "task", "proceed", "finish", "place"})
-_UNTIMED = frozenset({"report", "stop", "state_dict"})
+_TIMED = frozenset(
+    {"begin", "leave", "lease", "consume", "renew", "task", "proceed", "finish"}
+    | {"place", "arrived", "retire", "admit", "measure", "weigh"}
+)
+_UNTIMED = frozenset({"report", "stop", "state_dict", "recall_notices"})
 _ANSWER_S = 10.0
 _PATIENCE_S = 120.0
 
@@ -90,13 +93,15 @@ class RunCoordinator:
             return Refused.of(exc)
         return reply
 
-    def weights(self) -> dict[str, float]:
-        """The shards by name, with their weights."""
-        return dict(self._coordinator.placement.weights)
+    def where(self) -> tuple[dict[str, float], dict[int, str]]:
+        """The placement: the shards by name with their weights, and the buckets that lie elsewhere for now."""
+        placement = self._coordinator.placement
+        return dict(placement.weights), dict(placement.elsewhere)
 
-    def is_stopping(self) -> bool:
-        """Return whether workers are to end."""
-        return self._coordinator.is_stopping
+    def is_stopping(self, worker: str | None = None) -> bool:
+        """Return whether workers are to end, or one is."""
+        one = self._coordinator
+        return one.is_stopping if worker is None else one.is_leaving(worker)
 
     def forget(self, token: str, worker: str) -> Refused | None:
         """Forget a worker that is known to have died, before it has been silent for long."""
@@ -106,15 +111,6 @@ class RunCoordinator:
             if member is not None:
                 self._coordinator.leave(worker, member.incarnation, time.time())
             self._tell_shards()
-        except PenstockError as exc:
-            return Refused.of(exc)
-        return None
-
-    def recall(self, token: str, shard: str) -> Refused | None:
-        """Tell a shard that came back from an older state who takes part, and who does not."""
-        try:
-            self._check(token)
-            self._send(shard, self._coordinator.recall_notices())
         except PenstockError as exc:
             return Refused.of(exc)
         return None
@@ -140,6 +136,8 @@ class RunCoordinator:
             "metrics": dict(one.metrics),
             "evaluations": {epoch: dict(metrics) for epoch, metrics in one.evaluations.items()},
             "evaluated": one.evaluated,
+            "weights": dict(one.placement.weights),
+            "speeds": one.speeds,
             "members": {
                 name: {
                     "incarnation": member.incarnation,
@@ -157,7 +155,7 @@ class RunCoordinator:
 
     def _tell_shards(self) -> None:
         notices = self._coordinator.take_notices()
-        for shard in self._coordinator.placement.weights if notices else ():
+        for shard in self._coordinator.placement.shards if notices else ():
             self._send(shard, notices)
 
     def _send(self, shard: str, notices: list[Join | Leave]) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hmac
 import os
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from ...storage.ray_cluster import import_ray
 from ...storage.resolve import open_store
 from ...storage.store import Store
 from ..checkpoint.remote.layout import StoredFile, list_stored
-from ..errors import CheckpointError, ServerRefusedError, ShardUnreachableError
+from ..errors import CheckpointError, NotJoinedError, ServerRefusedError, ShardUnreachableError
 from ..server.checkpoints import read_buckets, read_saved, write_shard
-from ..server.messages import REQUESTS, Header, Leave, Pulled, Reply, count_bytes
+from ..server.messages import REQUESTS, Header, Join, Joined, Leave, Pulled, Reply, Request, count_bytes
+from ..server.moving import MOST_BYTES
+from ..server.parcels import Parcels
 from ..server.placement import Placement
 from ..server.replicas import Copied, Copy, ReplicatedShard
 from ..server.shard import ServerConfig
@@ -31,7 +34,7 @@ from .calls import Refused, find_actor, wait_for
 THREADS = {"copies": 1, "writing": 1}
 """Ray's concurrency groups, besides the default one of one thread."""
 _COPY_S = 20.0
-_RECOVERY_S = 60.0
+_RECOVERY_S = 20.0
 _TRIES = 10
 
 
@@ -39,7 +42,7 @@ _TRIES = 10
 class ShardSettings:
     """All that a shard is started with, and started anew.
 
-    ``weights`` are those of all shards, ``place`` the path or URL of checkpoints, and ``step`` the one to begin with.
+    ``weights`` are those of all shards at that time, and ``place`` the path or URL of checkpoints.
     """
 
     name: str
@@ -48,50 +51,86 @@ class ShardSettings:
     replicas: int
     place: str
     storage_options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filling:
+    """All that a shard must hear before it answers for buckets.
+
+    ``weights`` and ``elsewhere`` are the placement, ``peers`` all shards that there are, also those that hold nothing
+    but copies any more, ``awaited`` the buckets that will be brought, ``notices`` who takes part, and ``step`` the
+    checkpoint that the run goes on from.
+    """
+
+    weights: Mapping[str, float]
+    elsewhere: Mapping[int, str] = field(default_factory=dict)
+    peers: Collection[str] = ()
+    awaited: frozenset[int] = frozenset()
+    notices: Sequence[Request] = ()
     step: int | None = None
 
 
 class ParameterShard:
     """A shard as an actor. Errors of ours are returned as ``Refused``; see ``ReplicatedShard`` for who may call what.
 
-    All mutable state besides the shard's: snapshots that a save waits for, counters, who waited last, and peers.
+    Until it is filled it only listens to who joins and leaves. All mutable state besides the shard's: whether it is
+    filled, and what it has heard by then, snapshots that a save waits for, counters, who waited last, and peers.
     """
 
     def __init__(self, settings: ShardSettings) -> None:
         torch.set_num_threads(1)
         self._settings = settings
-        self._placement = Placement(settings.weights)
         self._start = time.time_ns()
         self._peers: dict[str, Any] = {}
         self._shard = ReplicatedShard(
             settings.name,
             settings.config,
-            self._placement,
+            Placement(settings.weights),
             replicas=settings.replicas,
             send=self._send,
             start=self._start,
-            shares_memory=True,
         )
         self._taken: dict[str, list[tuple[int, bytes]]] = {}
         self._sequences: dict[str, dict[int, Mapping[str, tuple[int, int]]]] = {}
         self._requests = self._bytes_in = self._bytes_out = 0
         self._waiting: dict[str, tuple[str, ...]] = {}
-        self._restored_from = self._fill(set(self._placement.buckets_of(settings.name)))
+        self._is_filled = False
+        self._heard: list[Request] = []
 
-    def _fill(self, wanted: set[int]) -> str:
-        """Hold the buckets of this shard: from copies, a checkpoint, or empty; returns which, in words."""
+    def fill(self, token: str, filling: Filling) -> str | Refused:
+        """Hold the buckets of this shard, and answer for them; returns where they are from, in words."""
+        try:
+            self._check(token)
+            if self._is_filled:
+                return ""
+            placement = Placement(filling.weights, filling.elsewhere)
+            self._shard.place(Placement(filling.weights))
+            held = placement.buckets_of(self._settings.name) if self._settings.name in placement.shards else set()
+            origins = self._find_buckets(set(held), filling)
+            for notice in (*filling.notices, *self._heard):
+                with suppress(NotJoinedError):  # what was heard first may be out of date
+                    self._shard.own.handle(notice, time.time())
+            self._heard = []
+            self._is_filled = True
+        except PenstockError as exc:
+            return Refused.of(exc)
+        return " and ".join(origins)
+
+    def _find_buckets(self, wanted: set[int], filling: Filling) -> list[str]:
+        """Hold buckets: from copies, a checkpoint, or empty; returns which, in words."""
         settings, own = self._settings, self._shard.own
         left = wanted & set(settings.config.schema.buckets().tolist())
         is_restart = bool(import_ray().get_runtime_context().was_current_actor_reconstructed)
-        step, origins = settings.step, []
+        step, origins = filling.step, []
         store = open_store(settings.place, storage_options=settings.storage_options)
         try:
             if is_restart:
                 if settings.replicas == 2:
                     before = len(left)
-                    left -= self._adopt_copies()
+                    left -= self._adopt_copies(filling.peers, left)
                     origins += ["copies"] if len(left) < before else []
                 step = next(iter(list_stored(store)), step)
+            left -= filling.awaited
             if left and step is not None:
                 left -= self._read(store, step, left)
                 origins.append(f"the checkpoint of step {step}")
@@ -102,7 +141,7 @@ class ParameterShard:
             header = self._header()
             for worker in list(own.members):
                 own.handle(Leave(header=header, worker=worker), time.time())
-        return " and ".join(origins)
+        return origins
 
     def _read(self, store: Store, step: int, wanted: set[int]) -> set[int]:
         """Hold the buckets of a checkpoint, and return which it has; the driver may be replacing it just now."""
@@ -116,22 +155,27 @@ class ParameterShard:
                 time.sleep(0.5)
         return {self._shard.own.adopt(data, place=place) for place, data in found}
 
-    def _adopt_copies(self) -> set[int]:
-        """Ask the other shards for copies, also those that just start; returns the buckets that they had."""
-        found: set[int] = set()
+    def _adopt_copies(self, names: Collection[str], wanted: set[int]) -> set[int]:
+        """Ask the other shards for copies, also those that just start; returns the buckets that they had.
+
+        Raises:
+            ShardUnreachableError: one gave no answer: it may have what is newer than a checkpoint.
+        """
+        copies: dict[str, dict[int, bytes]] = {}
         deadline = time.monotonic() + _RECOVERY_S
-        peers = [peer for peer in self._settings.weights if peer != self._settings.name]
+        peers = [peer for peer in names if peer != self._settings.name]
         while peers and time.monotonic() < deadline:
             for peer in list(peers):
                 try:
                     reply = find_actor(peer).copies_of.remote(self._settings.name, self._settings.config.token)
-                    copies = wait_for(reply, peer, timeout_s=_COPY_S)
+                    copies[peer] = wait_for(reply, peer, timeout_s=_COPY_S)
                 except ShardUnreachableError:
                     time.sleep(0.2)
                     continue
                 peers.remove(peer)
-                found.update(self._shard.adopt_copies(peer, copies))
-        return found
+        if peers:
+            raise ShardUnreachableError(f"{self._settings.name} waits for the copies that {', '.join(peers)} may have")
+        return self._shard.adopt_copies(copies, wanted)
 
     def _header(self) -> Header:
         config = self._settings.config
@@ -140,7 +184,11 @@ class ParameterShard:
     def _send(self, peer: str, message: Copy) -> Copied:
         if peer not in self._peers:
             self._peers[peer] = find_actor(peer)
-        copied: Copied = wait_for(self._peers[peer].copy.remote(message), peer, timeout_s=_COPY_S)
+        try:
+            copied: Copied = wait_for(self._peers[peer].copy.remote(message), peer, timeout_s=_COPY_S)
+        except ShardUnreachableError:
+            self._peers.pop(peer)  # another one may get its name
+            raise
         return copied
 
     # Of the thread for requests
@@ -150,6 +198,8 @@ class ParameterShard:
         if not isinstance(request, REQUESTS):
             return Refused.of(ServerRefusedError(f"{self._settings.name}: a {type(request).__name__} is no request"))
         try:
+            if not self._is_filled:
+                return self._listen(request)
             reply = self._shard.handle(request, time.time())
         except PenstockError as exc:
             return Refused.of(exc)
@@ -163,35 +213,46 @@ class ParameterShard:
                 self._waiting.pop(request.header.worker, None)
         return reply
 
+    def _listen(self, request: Request) -> Reply:
+        """Remember who joins and leaves.
+
+        Raises:
+            ShardUnreachableError: it is another request.
+        """
+        self._check(request.header.token)
+        if not isinstance(request, Join | Leave):
+            self._refuse_if_empty()
+        self._heard.append(request)
+        return Joined(clock=request.clock) if isinstance(request, Join) else None
+
+    def _refuse_if_empty(self) -> None:
+        if not self._is_filled:
+            raise ShardUnreachableError(f"{self._settings.name} starts, and has not its buckets yet")
+
     def tick(self, token: str, restarted: Collection[str] = ()) -> dict[str, Any] | Refused:
         """Close rounds, make copies that shards which ``restarted`` lost, and tell the shard's numbers."""
         try:
             self._check(token)
             for peer in restarted:
                 self._shard.forget_copies_on(peer)
-            self._shard.tick(time.time())
+            if self._is_filled:
+                self._shard.tick(time.time())
         except PenstockError as exc:
             return Refused.of(exc)
         return self._numbers()
 
     def _numbers(self) -> dict[str, Any]:
         own = self._shard.own
-        buckets = [one for one in own.buckets.values() if one.pieces or one.tables]
-        clocks: dict[str, int] = {}
-        for bucket in buckets:
-            for worker, clock in bucket.clocks.items():
-                clocks[worker] = min(clock, clocks.get(worker, clock))
-        values = sum(piece.values.numel() for bucket in buckets for piece in bucket.pieces.values())
-        rows = sum(len(block.ids) for bucket in buckets for block in bucket.tables.values())
         return {
             "pid": os.getpid(),
             "start": self._start,
-            "restored_from": self._restored_from,
+            "is_filled": self._is_filled,
             "buckets": len(own.buckets),
-            "values": values,
-            "rows": rows,
-            "version": max((one.version for one in buckets), default=0),
-            "clocks": clocks,
+            "values": own.num_values,
+            "rows": own.num_rows,
+            "held_bytes": own.num_bytes,
+            "version": own.version,
+            "clocks": own.clocks,
             "members": {worker: incarnation for worker, (incarnation, _) in own.members.items()},
             "waiting": {worker: names for worker, names in self._waiting.items() if worker in own.members},
             "requests": self._requests,
@@ -199,16 +260,17 @@ class ParameterShard:
             "bytes_out": self._bytes_out,
         }
 
-    def take(self, token: str, save: str) -> Refused | None:
-        """Keep the snapshots of all buckets as they are now, for ``write``."""
+    def take(self, token: str, save: str) -> list[int] | Refused:
+        """Keep the snapshots of all buckets as they are now, for ``write``; returns their numbers."""
         try:
             self._check(token)
+            self._refuse_if_empty()
             own = self._shard.own
             self._taken = {save: [(number, own.snapshot(number)) for number in own.buckets]}
             self._sequences = {save: {number: own.sequences(number) for number in own.buckets}}
         except PenstockError as exc:
             return Refused.of(exc)
-        return None
+        return list(own.buckets)
 
     def confirm(self, token: str, save: str) -> Refused | None:
         """Note that the checkpoint of a save is complete: workers need not keep what is in it."""
@@ -220,6 +282,52 @@ class ParameterShard:
             if number in self._shard.own.buckets:
                 self._shard.own.confirm(number, sequences)
         return None
+
+    def depart(self, token: str, numbers: Sequence[int]) -> Parcels | Refused:
+        """Hold the first of these buckets no more, and return them."""
+        try:
+            self._check(token)
+            self._refuse_if_empty()
+            return self._shard.depart(numbers, most_bytes=MOST_BYTES)
+        except PenstockError as exc:
+            return Refused.of(exc)
+
+    def arrive(self, token: str, parcels: Parcels) -> Refused | None:
+        """Hold buckets from now on."""
+        try:
+            self._check(token)
+            self._refuse_if_empty()
+            self._shard.arrive(parcels, time.time())
+        except PenstockError as exc:
+            return Refused.of(exc)
+        return None
+
+    def forget(self, token: str, numbers: Collection[int]) -> Refused | None:
+        """Let go of buckets that have arrived elsewhere."""
+        try:
+            self._check(token)
+        except PenstockError as exc:
+            return Refused.of(exc)
+        self._shard.forget(numbers)
+        return None
+
+    def place(self, token: str, weights: Mapping[str, float]) -> Refused | None:
+        """Have copies made from now on by new weights, since a shard is lost."""
+        try:
+            self._check(token)
+        except PenstockError as exc:
+            return Refused.of(exc)
+        self._shard.place(Placement(weights))
+        return None
+
+    def settle(self, token: str, weights: Mapping[str, float]) -> int | Refused:
+        """Place some copies by new weights; returns how many are left to do."""
+        try:
+            self._check(token)
+            self._refuse_if_empty()
+            return self._shard.settle(Placement(weights), time.time())
+        except PenstockError as exc:
+            return Refused.of(exc)
 
     # Of the thread for writing
 

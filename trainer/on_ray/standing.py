@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..recipes.recipe import Recipe
 from ..report.status.servers import FINAL, ServersStatus, ShardStatus, State, WorkerStatus, write_servers
+from ..server.placement import Placement
 from ..server.schema import Schema
 from ..server.services import DataPlan
 
@@ -17,7 +18,10 @@ _EVERY_S = 1.0
 
 
 class Standing:
-    """Knowledge of shards, workers and coordinator. All mutable state: their newest numbers, and their starts."""
+    """Knowledge of shards, workers and coordinator.
+
+    All mutable state: their newest numbers, their starts, and the placement.
+    """
 
     def __init__(self, recipe: Recipe, plan: DataPlan, folder: Path) -> None:
         self.saved_step: int | None = None
@@ -25,10 +29,11 @@ class Standing:
         """The processes of workers, by name."""
         self._policy, self._plan, self._folder = recipe.trainer.server.policy, plan, folder
         self._shards: dict[str, Mapping[str, Any]] = {}
-        self._silent: set[str] = set()
+        self._silent: dict[str, float] = {}
         self._starts: dict[str, int] = {}
         self._run: Mapping[str, Any] = {}
         self._state: State = "starting"
+        self._placement: Placement | None = None
         self._written_s = -_EVERY_S
 
     @property
@@ -59,14 +64,24 @@ class Standing:
 
     def note_shard(self, name: str, numbers: Mapping[str, Any]) -> bool:
         """Note what a shard tells; returns whether it has started anew since."""
-        self._silent.discard(name)
+        self._silent.pop(name, None)
         before = self._shards.get(name)
         self._shards[name] = numbers
         return self._count_start(name, before, numbers)
 
-    def note_silent(self, name: str) -> None:
-        """Note that a shard gave no answer."""
-        self._silent.add(name)
+    @property
+    def held_bytes(self) -> int:
+        """Count the bytes that shards hold, optimizers' state too."""
+        return sum(int(numbers["held_bytes"]) for numbers in self._shards.values())
+
+    def forget_others(self, names: Collection[str]) -> None:
+        """Forget the shards that have left, all but these."""
+        self._shards = {name: numbers for name, numbers in self._shards.items() if name in names}
+        self._silent = {name: since for name, since in self._silent.items() if name in names}
+
+    def note_silent(self, name: str) -> float:
+        """Note that a shard gave no answer; returns for how many seconds it has given none."""
+        return time.monotonic() - self._silent.setdefault(name, time.monotonic())
 
     def note_coordinator(self, found: Mapping[str, Any]) -> bool:
         """Note what the coordinator tells; returns whether it has started anew since."""
@@ -78,11 +93,11 @@ class Standing:
         self._starts[name] = self._starts.get(name, 1) + is_new
         return is_new
 
-    def write(self, state: State) -> None:
+    def write(self, state: State, placement: Placement) -> None:
         """Write the status for `penstock top`, about once a second; a disk that fails stops nothing."""
         if state == self._state and time.monotonic() - self._written_s < _EVERY_S:
             return
-        self._state, self._written_s = state, time.monotonic()
+        self._state, self._written_s, self._placement = state, time.monotonic(), placement
         with suppress(OSError):
             write_servers(self._folder, self._describe(""))
 
@@ -117,11 +132,16 @@ class Standing:
             )
             for name, member in sorted(run.get("members", {}).items())
         ]
+        weights = {} if self._placement is None else self._placement.weights
+        shares = {} if self._placement is None else self._placement.shares
         shards = [
             ShardStatus(
                 name=name,
                 is_answering=name not in self._silent,
                 starts=self._starts[name],
+                share=shares.get(name, 0.0),
+                weight=weights.get(name, 0.0),
+                mb_per_s=run.get("speeds", {}).get(name),
                 **{
                     key: numbers[key]
                     for key in ("pid", "version", "values", "rows", "requests", "bytes_in", "bytes_out")

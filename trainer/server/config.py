@@ -35,6 +35,9 @@ class ParameterServerConfig:
     replicas: Literal[1, 2] = 1
     """Shards that hold each value; with 2, none is lost with one of them."""
 
+    weights: Literal["measured", "equal"] = "measured"
+    """Shards' shares of the values, on Ray: by the MB/s that workers measure, where moving some pays, or all alike."""
+
     scales_by_staleness: bool = False
     """Divide the rate of a push by 1 + the updates that came since its worker read."""
 
@@ -46,6 +49,7 @@ class ParameterServerConfig:
         check_choice("server.pull", self.pull, ("fp32", "bf16", "int8"))
         check_range("server.push_density", self.push_density, low=0.0, above=True, high=1.0)
         check_choice("server.replicas", self.replicas, (1, 2))
+        check_choice("server.weights", self.weights, ("measured", "equal"))
 
     @property
     def rule(self) -> AnyPolicy:

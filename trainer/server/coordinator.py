@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import LeaseError, ServerRefusedError, TrainerConfigError
+from .bandwidth import Bandwidth
 from .leases import Lease, Leases, journal_line, read_journal
 from .messages import Header, Join, Leave
-from .placement import Placement
+from .placement import Placement, moves
 from .services import Begun, DataPlan, Task
 
 _VERSION = 1
 _EVALUATIONS = 100  # that are kept for those who look now and then
-_OWN = ("begin", "take part", "forget", "evaluated", "place")
+_OWN = ("begin", "take part", "forget", "retire", "admit", "evaluated", "place", "arrived")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Coordinator:
     ``silence_s`` is how long a worker may say nothing before it is forgotten. ``write`` puts a line into the journal,
     and returns when it is safe. All mutable state: the leases, members, the last incarnation of each name, the epochs
     that are evaluated with the newest metrics, who evaluates, the placement, notices, numbers for displays, whether
-    the run was asked to stop, when it began, and whether it has dealt since.
+    the run was asked to stop, when it began, whether it has dealt since, who is to leave, and the speed of shards.
 
     Raises:
         TrainerConfigError: ``silence_s`` is no time, or there is no shard.
@@ -90,6 +91,9 @@ class Coordinator:
         self._incarnations: dict[str, int] = {}
         self._evaluator: tuple[str, int] | None = None
         self._notices: list[Join | Leave] = []
+        self._retiring: set[str] = set()
+        self._bandwidth = Bandwidth()
+        self._pace: tuple[float, int] | None = None
 
     def _make_leases(self, epoch: int) -> Leases:
         """Make the leases of an epoch; they end with their worker, and not by themselves."""
@@ -187,16 +191,32 @@ class Coordinator:
 
     def recall_notices(self) -> list[Join | Leave]:
         """Make what a shard must hear that came back from an older state: who takes part, and who does not."""
-        absent = sorted(self._incarnations.keys() - {name for name, one in self.members.items() if one.takes_part})
-        return [self._say_leave(name) for name in absent] + [
+        gone = {name: last for name, last in self._incarnations.items() if name not in self.members}
+        # One that lives and takes no part yet may soon: only those of its name before it are gone.
+        gone |= {name: one.incarnation - 1 for name, one in self.members.items() if not one.takes_part}
+        return [self._say_leave(name, last) for name, last in sorted(gone.items()) if last >= 0] + [
             self._say_join(name) for name, member in sorted(self.members.items()) if member.takes_part
         ]
 
     def _say_join(self, worker: str) -> Join:
         return Join(header=self.identity.header(worker, self.members[worker].incarnation), clock=0)
 
-    def _say_leave(self, worker: str) -> Leave:
-        return Leave(header=self.identity.header(worker, self._incarnations[worker]), worker=worker)
+    def _say_leave(self, worker: str, incarnation: int) -> Leave:
+        return Leave(header=self.identity.header(worker, incarnation), worker=worker)
+
+    def retire(self, worker: str, now: float) -> None:
+        """Have a worker leave after the batch that it is training on; it gets no lease any more."""
+        if worker not in self._retiring:
+            self._commit({"op": "retire", "worker": worker}, now)
+
+    def admit(self, worker: str, now: float) -> None:
+        """Let a worker of this name train again."""
+        if worker in self._retiring:
+            self._commit({"op": "admit", "worker": worker}, now)
+
+    def is_leaving(self, worker: str) -> bool:
+        """Return whether a worker is to end: with the run, or before."""
+        return self.is_stopping or worker in self._retiring
 
     # Batches
 
@@ -209,12 +229,13 @@ class Coordinator:
             LeaseError: as ``renew``.
         """
         self.renew(worker, incarnation, now)
-        if self.is_stopping:
+        if self.is_leaving(worker):
             return None
         found = self._next_lease(worker, after)
         if found is None and not self._is_gathering(now):
             self._has_dealt = True
-            for name in sorted(self.members) if self.plan.deals_in_rounds else [worker]:
+            others = sorted(self.members.keys() - self._retiring)
+            for name in others if self.plan.deals_in_rounds else [worker]:
                 if self._leases.lease(name, now) is None:
                     break
                 if not self.members[name].takes_part:
@@ -262,7 +283,7 @@ class Coordinator:
         """
         self.renew(worker, incarnation, now)
         is_others = self._evaluator not in (None, (worker, incarnation))
-        if not self.plan.evaluates or is_others or not self._is_evaluation_due():
+        if not self.plan.evaluates or is_others or worker in self._retiring or not self._is_evaluation_due():
             return None
         self._evaluator = worker, incarnation
         is_last = self.evaluated + 1 >= self.plan.epochs
@@ -295,13 +316,40 @@ class Coordinator:
     # Placement, displays
 
     def place(self, shards: Mapping[str, float], now: float) -> None:
-        """Place buckets on these shards from now on.
+        """Have buckets lie on these shards, by their weights; each stays where it is until it has ``arrived``.
 
         Raises:
             TrainerConfigError: there is none, or a weight is no positive number.
         """
-        Placement(shards)
-        self._commit({"op": "place", "shards": dict(shards)}, now)
+        if Placement(shards).weights != self.placement.weights:
+            self._commit({"op": "place", "shards": dict(shards)}, now)
+
+    def arrived(self, buckets: Collection[int], now: float) -> None:
+        """Note that buckets lie where the weights say; said again it changes nothing."""
+        new = sorted(self.placement.elsewhere.keys() & set(buckets))
+        if new:
+            self._commit({"op": "arrived", "buckets": new}, now)
+
+    def measure(self, found: Mapping[str, tuple[float, float]], now: float) -> None:
+        """Take bytes and seconds of a worker's calls since it last told, by shard."""
+        self._pace = self._pace or (now, self.consumed)
+        for shard, (count, seconds) in found.items():
+            self._bandwidth.note(shard, count, seconds, now)
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """The bandwidth of shards as workers measure it, in MB/s."""
+        return {shard: speed for shard, speed in self._bandwidth.speeds.items() if shard in self.placement.weights}
+
+    def weigh(self, held_bytes: float, now: float) -> dict[str, float] | None:
+        """Weights by which the slowest shard would take less time, if that saves more of it than moving costs.
+
+        ``held_bytes`` are those of all buckets, of which some would move.
+        """
+        began, before = self._pace or (now, self.consumed)
+        done = self.consumed - before
+        left_s = (now - began) * (self.plan.units - self.consumed) / done if done else 0.0
+        return self._bandwidth.weigh(self.placement, held_bytes=held_bytes, left_s=left_s, now=now)
 
     def report(self, worker: str, numbers: Mapping[str, float]) -> None:
         """Keep a worker's numbers; those that end in ``_sum`` are added up."""
@@ -328,6 +376,7 @@ class Coordinator:
             "incarnations": dict(self._incarnations),
             "evaluated": self.evaluated,
             "metrics": dict(self.metrics),
+            "shards": dict(self.placement.weights),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
@@ -393,15 +442,22 @@ class Coordinator:
         elif kind == "forget":
             worker = change["worker"]
             self.members.pop(worker, None)
-            self._notices.append(self._say_leave(worker))
+            self._notices.append(self._say_leave(worker, self._incarnations[worker]))
             if self._evaluator is not None and self._evaluator[0] == worker:
                 self._evaluator = None
         elif kind == "evaluated":
             self.evaluated, self.metrics, self._evaluator = change["epoch"] + 1, dict(change["metrics"]), None
             self.evaluations[change["epoch"]] = self.metrics
             self.evaluations.pop(change["epoch"] - _EVALUATIONS, None)
+        elif kind == "retire":
+            self._retiring.add(change["worker"])
+        elif kind == "admit":
+            self._retiring.discard(change["worker"])
+        elif kind == "arrived":
+            self.placement = self.placement.after(set(change["buckets"]))
         else:
-            self.placement = Placement(change["shards"])
+            on_their_way = moves(self.placement, Placement(change["shards"]))
+            self.placement = Placement(change["shards"], {move.bucket: move.source for move in on_their_way})
 
 
 def check_state(text: str, place: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ it wins or held.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,6 +24,7 @@ PIECE_BYTES = 4 << 20
 """Bytes of a dense tensor that travel and are stored as one."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_NEVER = 1e-300  # the weight of a shard that gets no buckets
 
 
 def stable_hash(text: str) -> int:
@@ -71,20 +72,47 @@ class Move:
 class Placement:
     """The shards of every bucket, best first: a pure function of the shards' names and weights (say, MB/s).
 
+    ``elsewhere`` are the buckets that still lie where they were before the weights were these, by number. A shard
+    without a weight holds such buckets alone.
+
     Raises:
         TrainerConfigError: there is no shard, or a weight is not a positive number.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], elsewhere: Mapping[int, str] | None = None) -> None:
         if not weights:
             raise TrainerConfigError("a parameter server needs 1 shard or more, and none is left; add one")
         for shard, weight in weights.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise TrainerConfigError(f"the weight of shard {shard!r} is {weight}; it must be a number above 0")
         self.weights = dict(sorted(weights.items()))
-        self._names = list(self.weights)
-        costs = np.stack([_unit_logs(shard) / weight for shard, weight in self.weights.items()])
+        self.elsewhere = dict(elsewhere or {})
+        self._names = sorted({*self.weights, *self.elsewhere.values()})
+        costs = np.stack([_unit_logs(shard) / self.weights.get(shard, _NEVER) for shard in self._names])
+        for bucket, shard in self.elsewhere.items():
+            costs[self._names.index(shard), bucket] = -1.0
         self._ranked = np.argsort(costs, axis=0, kind="stable")  # (shards, buckets)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """All shards, those that are being left, too."""
+        return tuple(self._names)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether all buckets lie where the weights say."""
+        return not self.elsewhere
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of all buckets that lie on each shard."""
+        counts = np.bincount(self._ranked[0], minlength=len(self._names))
+        return dict(zip(self._names, (counts / len(self._ranked[0])).tolist(), strict=True))
+
+    def after(self, arrived: Collection[int]) -> Placement:
+        """The placement once these buckets have arrived where the weights say."""
+        left = {bucket: shard for bucket, shard in self.elsewhere.items() if bucket not in arrived}
+        return Placement(self.weights, left)
 
     def shard_of(self, bucket: int) -> str:
         """The shard that holds a bucket."""

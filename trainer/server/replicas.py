@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import ServerError, ServerRefusedError, TrainerConfigError
-from .messages import Advance, Create, Pull, Push, Reply, Request
+from .messages import Advance, Ask, Create, Pull, Push, Reply, Request
+from .parcels import Parcels, pack, unpack
+from .payloads import select_rows
 from .placement import Placement, bucket_of_piece, buckets_of_rows
 from .shard import ServerConfig, Shard
 
@@ -37,6 +39,8 @@ class Copy:
     after: Mapping[int, int] = field(default_factory=dict)
     whole: Mapping[int, bytes] = field(default_factory=dict)
     """Snapshots of buckets."""
+    kept: frozenset[int] | None = None
+    """If given, all copies of the sender's buckets that are still of use; others are dropped."""
     members: Mapping[str, tuple[int, int]]
     fenced: Mapping[str, int]
     token: str = field(default="", repr=False)
@@ -56,9 +60,9 @@ Send = Callable[[str, Copy], Copied]
 class ReplicatedShard:
     """A shard of a placement with ``replicas`` (1 or 2), which has its changes copied and holds copies of others.
 
-    ``start`` is higher each time that the shard starts anew. ``handle`` and ``tick`` are for one thread, ``copy`` and
-    ``copies_of`` for another. All mutable state: the shard, the copies, the order of the last message from each shard,
-    and which of its own changes have been copied where.
+    ``start`` is higher each time that the shard starts anew. ``copy`` and ``copies_of`` are for one thread, all others
+    for another one. All mutable state: the shard, the copies, the order of the last message from each shard, which of
+    its own changes have been copied where, and the buckets that it has handed out and may have to hand out again.
     """
 
     def __init__(
@@ -71,14 +75,14 @@ class ReplicatedShard:
         send: Send,
         start: int,
         buckets: Collection[int] = (),
-        shares_memory: bool = False,
     ) -> None:
         if replicas not in (1, 2):
             raise TrainerConfigError(f"replicas={replicas} must be 1 (checkpoints only) or 2 (a copy of each bucket)")
         self._copying = replicas == 2 and len(placement.weights) > 1
-        self.own = Shard(name, config, buckets, is_replicated=self._copying, shares_memory=shares_memory)
+        self.own = Shard(name, config, buckets, is_replicated=self._copying)
         self._placement, self._send = placement, send
         self._order = (start, 0)
+        self._leaving: dict[int, Parcels] = {}
         self._copied: dict[int, tuple[str, int]] = {}
         self._copies: dict[str, Shard] = {}
         self._last: dict[str, tuple[int, int]] = {}
@@ -130,6 +134,9 @@ class ReplicatedShard:
                 lagging = list(message.before)
         for number, data in message.whole.items():
             held.adopt(data, place=f"{place}, bucket {number}")
+        if message.kept is not None:
+            for number in held.buckets.keys() - message.kept:
+                held.drop(number)
         return Copied(lagging=tuple({*lagging, *_other(message.after, held)}))
 
     def copies_of(self, source: str) -> dict[int, bytes]:
@@ -138,24 +145,85 @@ class ReplicatedShard:
         held = self._copies.get(source)
         return {} if held is None else {number: held.snapshot(number) for number in held.buckets}
 
-    def adopt_copies(self, peer: str, copies: Mapping[int, bytes]) -> list[int]:
-        """Hold the buckets that another shard has the copies of; returns their numbers."""
-        mine = [number for number in copies if self._peer_of(number) == peer]
-        for number in mine:
-            self.own.adopt(copies[number], place=f"the copy of bucket {number} on {peer}")
-            self._copied[number] = peer, self.own.buckets[number].changes
-        return mine
+    def adopt_copies(self, copies: Mapping[str, Mapping[int, bytes]], wanted: Collection[int]) -> set[int]:
+        """Hold wanted buckets of which other shards have copies, by their names; returns the numbers of these.
+
+        While copies go to another shard, two may have one; it counts where it is to be.
+        """
+        found: set[int] = set()
+        for peer, several in copies.items():
+            for number in several.keys() & set(wanted):
+                if number not in found or peer == self._peer_of(number):
+                    self.own.adopt(several[number], place=f"the copy of bucket {number} on {peer}")
+                    self._copied[number] = peer, self.own.buckets[number].changes
+                    found.add(number)
+        return found
+
+    def place(self, placement: Placement) -> None:
+        """Have copies made from now on where a placement says."""
+        self._placement = placement
+
+    # Buckets that come and go
+
+    def depart(self, numbers: Iterable[int], *, most_bytes: int) -> Parcels:
+        """Hold the first of these buckets no more, and return what there is of them; asked again, the same.
+
+        Raises:
+            ServerError: one of them is not here, and was not handed out.
+        """
+        return pack(self.own, numbers, self._leaving, most_bytes=most_bytes)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Let go of what was handed out, and has arrived."""
+        for number in numbers:
+            self._leaving.pop(number, None)
+            self._copied.pop(number, None)
+
+    def arrive(self, parcels: Parcels, now: float) -> None:
+        """Hold buckets from now on, those that are here already left as they are, and have them copied.
+
+        Raises:
+            ServerRefusedError: one of them is damaged, or of another run or model.
+            ShardUnreachableError: a copy could not be made; they are held, and it is made when this is called again.
+        """
+        unpack(self.own, parcels, now)
+        if self._copying:
+            self._copy(parcels.buckets, {}, None, now)
+
+    def settle(self, placement: Placement, now: float, *, at_most: int = _AT_ONCE) -> int:
+        """Have copies lie where a placement says, some buckets a call; returns how many are left to do.
+
+        Once none is, other shards hold no copies of this one's that are out of date.
+
+        Raises:
+            ShardUnreachableError: another shard gave no answer.
+        """
+        self.place(placement)
+        for source in self._copies.keys() - set(placement.weights):
+            self._copies.pop(source, None)
+        if not self._copying:
+            return 0
+        left = [number for number in self.own.buckets if not self._is_copied(number)]
+        self._copy(left[:at_most], {}, None, now)
+        if len(left) <= at_most:
+            for peer in placement.weights.keys() - {self.own.name}:
+                kept = frozenset(number for number in self.own.buckets if self._copied[number][0] == peer)
+                self._send(peer, self._message(now, kept=kept))
+        return max(0, len(left) - at_most)
 
     def _peer_of(self, number: int) -> str:
-        return self._placement.holders(number, 2)[1]
+        """The shard that has the copy: the next one, also of a bucket that is not where it will be."""
+        return next(shard for shard in self._placement.holders(number, 3) if shard != self.own.name)
+
+    def _is_copied(self, number: int) -> bool:
+        return self._copied.get(number) == (self._peer_of(number), self.own.buckets[number].changes)
 
     def _copy(self, numbers: Iterable[int], before: Mapping[int, int], request: Request | None, now: float) -> None:
         """Bring the copies of buckets up to date, by the request where they stood where the buckets stood before it."""
         due: dict[str, list[int]] = {}
         for number in numbers:
-            peer = self._peer_of(number)
-            if self._copied.get(number) != (peer, self.own.buckets[number].changes):
-                due.setdefault(peer, []).append(number)
+            if not self._is_copied(number):
+                due.setdefault(self._peer_of(number), []).append(number)
         for peer, lacking in due.items():
             whole = lacking
             if isinstance(request, Push | Create | Advance):
@@ -195,11 +263,9 @@ class ReplicatedShard:
 
 def touched(request: Request, shard: Shard) -> list[int]:
     """The buckets of a shard that a request may change."""
-    if isinstance(request, Push):
-        numbers = {part.bucket for part in request.parts}
-    elif isinstance(request, Create):
+    if isinstance(request, Create):
         numbers = {bucket_of_piece(*key) for key in request.pieces}
-    elif isinstance(request, Advance):
+    elif isinstance(request, Push | Ask | Advance):  # an answer may say that what is here has been copied
         numbers = set(request.buckets.tolist())
     elif isinstance(request, Pull):  # time may close a round
         numbers = set(request.buckets).union(
@@ -212,12 +278,26 @@ def touched(request: Request, shard: Shard) -> list[int]:
 
 def _part(request: Push | Create | Advance, numbers: set[int]) -> Request:
     """The request as far as it is about these buckets."""
-    if isinstance(request, Push):
-        return replace(request, parts=tuple(part for part in request.parts if part.bucket in numbers))
-    if isinstance(request, Create):
+    if not isinstance(request, Advance):
         pieces = {key: one for key, one in request.pieces.items() if bucket_of_piece(*key) in numbers}
-        return replace(request, pieces=pieces)
+        if isinstance(request, Create):
+            return replace(request, pieces=pieces)
     is_mine = np.isin(request.buckets, sorted(numbers))
+    if is_mine.all():
+        return request
+    if isinstance(request, Push):
+        rows = {}
+        for table, (ids, payload) in request.rows.items():
+            chosen = np.isin(buckets_of_rows(table, ids), sorted(numbers))
+            rows[table] = ids[chosen], select_rows(payload, chosen)
+        return replace(
+            request,
+            buckets=request.buckets[is_mine],
+            sequences=request.sequences[is_mine],
+            bases=request.bases[is_mine],
+            pieces=pieces,
+            rows=rows,
+        )
     return replace(request, buckets=request.buckets[is_mine], counts=request.counts[is_mine])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -99,6 +99,9 @@ class Services(Protocol):
             ServerError: what the shard raised.
         """
 
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        """Send a request to a shard, and return what waits for the reply and raises as ``call``."""
+
     def placement(self) -> Placement:
         """Ask which shard holds which bucket."""
 
@@ -135,5 +138,5 @@ class Services(Protocol):
     def finish(self, worker: str, incarnation: int, task: Task, metrics: Mapping[str, float]) -> None:
         """Hand in the result of a task."""
 
-    def is_stopping(self) -> bool:
-        """Ask whether the run is over, or is to end after the batches that are being trained on."""
+    def is_stopping(self, worker: str | None = None) -> bool:
+        """Ask whether the run is over, or is to end after the batches that are being trained on; or one worker is."""

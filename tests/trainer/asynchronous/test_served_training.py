@@ -405,14 +405,15 @@ def test_batches_in_memory_are_sought_by_number() -> None:
         loader.seek(0, 4)
 
 
-def test_a_command_refuses_workers_without_servers_and_a_launcher_of_several(
+def test_a_command_refuses_workers_without_servers_and_beside_the_ranks_of_a_launcher(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["clicks", "--workers=2"]) == 2
     assert "--workers and --shards are of parallel.mode='parameter_server'" in capfd.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["clicks", "--trainer.parallel.mode=parameter_server"]) == 2
-    assert "start one: python -m penstock.trainer RECIPE --workers 3" in capfd.readouterr().err
+    for option in ("--workers=3", "--ray"):
+        assert main(["clicks", "--trainer.parallel.mode=parameter_server", option]) == 2
+        assert f"leave {option} out, or start one process" in capfd.readouterr().err
 
 
 def test_numbers_of_workers_and_shards_are_checked(tmp_path: Path) -> None:

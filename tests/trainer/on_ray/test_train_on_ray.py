@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 from ray_cluster import run_ray
 from ray_runs import counts, kill, standing, start, wait_for_batches
+from served_runs import recipe_of
 
 from penstock.cli import run as run_command
+from penstock.trainer.on_ray.driver import find_weights
+from penstock.trainer.server.checkpoints import SavedServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,18 +28,21 @@ def cluster() -> Iterator[str]:
         yield address
 
 
-def test_a_worker_a_shard_and_the_coordinator_are_killed_and_every_batch_counts_once(
+def test_a_worker_a_shard_and_the_coordinator_are_killed_a_shard_joins_and_every_batch_counts_once(
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--workers=3", "--shards=2", "--trainer.server.replicas=2")
     with start(tmp_path, *options, address=cluster) as process:
         for name, share in (("worker-001", 0.1), ("shard-1", 0.3), ("coordinator", 0.5)):
             kill(wait_for_batches(tmp_path, process, int(480 * share)), name)
+        assert run_command(["scale", str(tmp_path / "run"), "--shards=3"]) == 0
         assert process.wait(600) == 0, (tmp_path / "log").read_text()
     assert counts(tmp_path) == [2.0] * 240
     log = (tmp_path / "log").read_text()
     for sentence in ("worker-001 died", "shard-1 started anew, from copies", "the coordinator started anew"):
         assert sentence in log
+    (moved,) = re.findall(r"([\d,]+) buckets have moved to 3 shards", log)
+    assert 0 < int(moved) <= 1.2 / 3 * 240
     assert run_command(["top", str(tmp_path / "run")]) == 0
     shown = capsys.readouterr().out
     assert "The run has ended." in shown
@@ -96,6 +103,23 @@ def test_what_cannot_work_is_told_before_anything_starts(tmp_path: Path, options
     with start(tmp_path, *options) as process:
         assert process.wait(300) == 2
     assert message in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("saved", "choice", "expected"),
+    [
+        (None, "measured", [1.0, 1.0, 1.0]),
+        ({"shard-0": 120.0, "shard-1": 60.0}, "measured", [120.0, 60.0, 90.0]),
+        ({"shard-0": 120.0, "shard-1": 60.0}, "equal", [1.0, 1.0, 1.0]),
+        ({}, "measured", [1.0, 1.0, 1.0]),
+    ],
+)
+def test_measured_weights_of_a_checkpoint_go_on(
+    tmp_path: Path, saved: dict[str, float] | None, choice: str, expected: list[float]
+) -> None:
+    found = None if saved is None else SavedServer(step=1, run={"coordinator": {"shards": saved}}, buckets={})
+    weights = find_weights(recipe_of(tmp_path, weights=choice), 3, found)
+    assert list(weights.values()) == expected
 
 
 def test_without_ray_its_extra_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.trainer.errors import LeaseError, ServerRefusedError, TrainerConfigError
 from penstock.trainer.server.coordinator import Coordinator, Identity, check_state
 from penstock.trainer.server.messages import Join, Leave
+from penstock.trainer.server.placement import BUCKETS, Placement, moves
 from penstock.trainer.server.services import DataPlan
 
 
@@ -249,3 +250,59 @@ def test_sums_that_workers_report_are_added_and_other_numbers_replaced() -> None
     coordinator.report("a", {"rows_sum": 2.0, "staleness": 3.0})
     coordinator.report("a", {"rows_sum": 5.0, "staleness": 1.0})
     assert coordinator.numbers == {"a": {"rows_sum": 7.0, "staleness": 1.0}}
+
+
+def test_buckets_lie_where_they_were_until_they_arrive_also_after_a_restart() -> None:
+    journal = Journal()
+    one = make(plan(), journal)
+    before = Placement({"shard-0": 1.0})
+    one.place({"shard-0": 1.0, "shard-1": 1.0}, 0.0)
+    one.place({"shard-0": 1.0, "shard-1": 1.0}, 0.0)  # as if the reply was lost
+    moved = [move.bucket for move in moves(before, Placement({"shard-0": 1.0, "shard-1": 1.0}))]
+    assert {one.placement.shard_of(bucket) for bucket in moved} == {"shard-0"}
+    one.arrived(moved[:10], 0.0)
+    one.arrived(moved[:5], 0.0)
+    again = make(plan())
+    again.replay(journal.data, 1.0)
+    for found in (one, again):
+        assert found.placement.shards == ("shard-0", "shard-1")
+        assert [bucket for bucket in moved if found.placement.shard_of(bucket) == "shard-1"] == moved[:10]
+    again.arrived(moved, 1.0)
+    assert again.placement.is_settled
+    again.place({"shard-1": 1.0}, 2.0)
+    assert again.placement.shards == ("shard-0", "shard-1")  # who is left is still asked, and told who takes part
+    again.arrived(range(BUCKETS), 2.0)
+    assert again.placement.shards == ("shard-1",)
+
+
+def test_a_worker_that_is_to_leave_gets_no_lease_and_nobody_waits_for_it() -> None:
+    journal = Journal()
+    one = make(plan(deals_in_rounds=True, span=1), journal)
+    workers = {name: one.begin(name, 0.0).incarnation for name in ("a", "b")}
+    leases = {name: one.lease(name, number, -1, 0.0) for name, number in workers.items()}
+    assert all(leases.values())
+    one.retire("b", 0.0)
+    one.retire("b", 0.0)
+    again = make(plan(deals_in_rounds=True, span=1))
+    again.replay(journal.data, 1.0)
+    for found in (one, again):
+        assert found.is_leaving("b")
+        assert not found.is_leaving("a")
+        assert found.lease("b", workers["b"], leases["b"].number, 1.0) is None
+        found.consume("a", workers["a"], leases["a"].number, leases["a"].stop, 1.0)
+        assert found.lease("a", workers["a"], leases["a"].number, 1.0) is not None
+        assert {lease.worker for lease in found.held} == {"a", "b"}  # what b has is not done
+        found.leave("b", workers["b"], 1.0)
+        assert {lease.worker for lease in found.held} == {"a"}
+        found.admit("b", 1.0)
+        assert not found.is_leaving("b")
+
+
+def test_a_shard_that_comes_back_does_not_shut_out_who_is_about_to_take_part() -> None:
+    one = make(plan())
+    one.begin("a", 0.0)
+    one.begin("a", 0.0)
+    one.begin("b", 0.0)
+    assert [(type(notice), notice.header.incarnation) for notice in one.recall_notices()] == [(Leave, 0)]
+    one.lease("a", 1, -1, 0.0)
+    assert [(type(notice), notice.header.incarnation) for notice in one.recall_notices()] == [(Join, 1)]

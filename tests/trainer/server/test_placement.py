@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served_runs import recipe_of
 
+from penstock.trainer.asynchronous.local_cluster import LocalCluster
+from penstock.trainer.asynchronous.setup import prepare_run
 from penstock.trainer.errors import TrainerConfigError
 from penstock.trainer.server.placement import (
     BUCKETS,
@@ -32,6 +37,18 @@ def test_a_shard_more_moves_few_buckets_and_all_of_them_to_it(names: list[str]) 
     assert {(move.bucket, move.source, move.target) for move in back} == {
         (move.bucket, move.target, move.source) for move in moved
     }
+
+
+def test_shards_that_join_a_cluster_hold_what_they_are_to_and_little_moves(tmp_path: Path) -> None:
+    setup = prepare_run(recipe_of(tmp_path, model="TableNet"), 1)  # rows of a table lie in all buckets
+    cluster = LocalCluster(setup, shards=1, silence_s=30)
+    for count in (2, 3):
+        moved = cluster.place({f"shard-{index}": 1.0 for index in range(count)})
+        assert 0.8 / count * BUCKETS < moved <= 1.2 / count * BUCKETS
+    held = [frozenset(shard.buckets) for shard in cluster.shards.values()]
+    assert held == [cluster.placement().buckets_of(name) for name in cluster.shards]
+    assert cluster.place({"shard-1": 1.0}) == BUCKETS - len(held[1])
+    assert list(cluster.shards) == ["shard-1"]
 
 
 def test_with_many_shards_the_share_that_moves_is_fair_within_chance() -> None:

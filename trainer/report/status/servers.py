@@ -21,7 +21,10 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardStatus:
-    """One shard: what it holds, the newest version of a bucket, requests and bytes since it started, and its starts."""
+    """One shard: what it holds, the newest version of a bucket, requests and bytes since it started, and its starts.
+
+    ``share`` is that of all buckets, which follows from ``weight``; ``mb_per_s`` is how fast calls of workers are.
+    """
 
     name: str
     pid: int = 0
@@ -33,6 +36,9 @@ class ShardStatus:
     bytes_in: int = 0
     bytes_out: int = 0
     starts: int = 1
+    share: float = 0.0
+    weight: float = 1.0
+    mb_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,190 @@
+"""The services of a run over TCP: one process answers, and the workers of others call it.
+
+Each side proves that it has the run's key (an HMAC of a challenge) before anything is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from typing import Any
+
+from ...storage.errors import PenstockError
+from ...storage.threads.interruptible import Event, Thread
+from ..errors import ShardUnreachableError
+from ..server.leases import Lease
+from ..server.messages import Reply, Request
+from ..server.placement import Placement
+from ..server.refused import Refused, raise_refused
+from ..server.services import Begun, Services, Task
+
+CALLS = frozenset(
+    {"call", "begin", "leave", "lease", "consume", "renew", "report", "task", "proceed", "finish", "is_stopping"}
+)
+_STOP_S = 5.0
+
+
+class ServicesHost:
+    """A port at which the services of a run can be called, once ``serve`` is entered.
+
+    All mutable state: whether it is closed, the services once they are there, and the connections.
+
+    Raises:
+        OSError: ``host`` is no address of this machine.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0), family="AF_INET", backlog=128)
+        self.address: tuple[str, int] = self._listener.address
+        self._is_there = Event()
+        self._is_closed = False
+        self._services: Any = None
+        self._lock = threading.Lock()
+        self._open: set[Connection[Any, Any]] = set()
+        self._thread = Thread(target=self._accept, name="services")
+        self._thread.start()
+
+    @contextmanager
+    def serve(self, services: Services) -> Iterator[None]:
+        """Answer calls with these services; ``stop`` of them, too."""
+        self._services = services
+        self._is_there.set()
+        yield
+
+    def close(self) -> None:
+        """End all connections."""
+        self._is_closed = True
+        self._is_there.set()
+        with suppress(OSError):  # wakes ``accept``
+            socket.create_connection(self.address, timeout=_STOP_S).close()
+        self._thread.join(timeout=_STOP_S)
+        self._listener.close()
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as raw:
+                    raw.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads, which closes it
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection = self._listener.accept()
+            except (OSError, EOFError):
+                continue
+            with self._lock:
+                self._open.add(connection)
+            Thread(target=self._answer, args=(connection,), name="services of a worker").start()
+
+    def _answer(self, connection: Connection[Any, Any]) -> None:
+        try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+            self._is_there.wait()
+            while not self._is_closed:
+                name, values = connection.recv()
+                connection.send(self._call(name, values))
+        except (OSError, EOFError, AuthenticationError):
+            pass  # it has left, or is none of ours
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            with suppress(OSError):
+                connection.close()
+
+    def _call(self, name: str, values: tuple[Any, ...]) -> Any:
+        try:
+            if name == "placement":
+                placement = self._services.placement()
+                return placement.weights, placement.elsewhere
+            if name == "stop":
+                return self._services.ask(lambda one, now: one.stop())
+            if name not in CALLS:
+                raise ShardUnreachableError(f"a run has no {name!r}")
+            return getattr(self._services, name)(*values)
+        except PenstockError as exc:
+            return Refused.of(exc)
+
+
+class TcpServices:
+    """``Services`` of a run at an address, for several threads, of which each has a connection of its own.
+
+    All mutable state: the connections.
+    """
+
+    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+        self._address, self._key = address, key
+        self._local = threading.local()
+
+    def call(self, shard: str, request: Request) -> Reply:
+        reply: Reply = self._ask("call", shard, request)
+        return reply
+
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        reply = self.call(shard, request)
+        return lambda: reply
+
+    def placement(self) -> Placement:
+        return Placement(*self._ask("placement"))
+
+    def begin(self, worker: str) -> Begun:
+        begun: Begun = self._ask("begin", worker)
+        return begun
+
+    def leave(self, worker: str, incarnation: int) -> None:
+        self._ask("leave", worker, incarnation)
+
+    def lease(self, worker: str, incarnation: int, after: int) -> Lease | None:
+        lease: Lease | None = self._ask("lease", worker, incarnation, after)
+        return lease
+
+    def consume(self, worker: str, incarnation: int, lease: int, upto: int) -> int:
+        settled: int = self._ask("consume", worker, incarnation, lease, upto)
+        return settled
+
+    def renew(self, worker: str, incarnation: int) -> None:
+        self._ask("renew", worker, incarnation)
+
+    def report(self, worker: str, numbers: Mapping[str, float]) -> None:
+        self._ask("report", worker, dict(numbers))
+
+    def task(self, worker: str, incarnation: int) -> Task | None:
+        task: Task | None = self._ask("task", worker, incarnation)
+        return task
+
+    def proceed(self, worker: str, incarnation: int, task: Task) -> None:
+        self._ask("proceed", worker, incarnation, task)
+
+    def finish(self, worker: str, incarnation: int, task: Task, metrics: Mapping[str, float]) -> None:
+        self._ask("finish", worker, incarnation, task, dict(metrics))
+
+    def is_stopping(self, worker: str | None = None) -> bool:
+        is_stopping: bool = self._ask("is_stopping", worker)
+        return is_stopping
+
+    def stop(self) -> None:
+        """Have all workers end after the batches that they are training on."""
+        self._ask("stop")
+
+    def _ask(self, name: str, *values: Any) -> Any:
+        connection: Connection[Any, Any] | None = getattr(self._local, "connection", None)
+        try:
+            if connection is None:
+                connection = self._local.connection = Client(self._address, family="AF_INET", authkey=self._key)
+            connection.send((name, values))
+            found = connection.recv()
+        except (OSError, EOFError) as exc:
+            if connection is not None:
+                connection.close()
+            self._local.connection = None
+            time.sleep(0.01)
+            raise ShardUnreachableError(
+                f"the process of rank 0 at {self._address[0]}:{self._address[1]} gave no answer: {exc!r}"
+            ) from exc
+        return raise_refused(found)
