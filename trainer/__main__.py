@@ -47,13 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recipe.check()
             if not command.plan and (command.ranks != 1 or command.memory is not None):
                 raise RecipeError("--ranks and --memory say what --plan plans for; add --plan, or leave them out")
-            if recipe.trainer.parallel.mode != "parameter_server" and (command.workers, command.shards) != (1, 1):
+            is_served = recipe.trainer.parallel.uses_servers
+            if not is_served and (command.workers, command.shards) != (1, 1):
                 raise RecipeError(
                     "--workers and --shards are of parallel.mode='parameter_server'; set that, or leave them out"
                 )
             if command.address is not None and not command.ray:
                 raise RecipeError("--address without --ray, which it is for; add that")
-            if recipe.trainer.parallel.mode != "parameter_server" and command.ray:
+            if not is_served and command.ray:
                 raise RecipeError(
                     "--ray is for parallel.mode='parameter_server'; add --trainer.parallel.mode=parameter_server, or "
                     "leave it out"
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print_plan(recipe, ranks=command.ranks, memory=command.memory)
                 return 0
         is_alike = False
-        if recipe.trainer.parallel.mode == "parameter_server":
+        if is_served:
             train_asynchronously(command)
             return 0
         world = open_world(device=recipe.trainer.device)
@@ -116,8 +117,10 @@ def train_asynchronously(command: Command) -> Summary:
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
+        is_learned = command.recipe.trainer.parallel.mode == "diloco"
+        way = "parallel.diloco.over='server'" if is_learned else "parallel.mode='parameter_server'"
         raise RecipeError(
-            f"parallel.mode='parameter_server' starts its workers itself, and WORLD_SIZE={ranks} says that a launcher "
+            f"{way} starts its workers itself, and WORLD_SIZE={ranks} says that a launcher "
             "started several processes; start one: python -m penstock.trainer RECIPE --workers 3 --shards 2"
         )
     if command.ray:

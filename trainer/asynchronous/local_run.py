@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from ...storage.resolve import open_store
@@ -13,6 +14,7 @@ from ..recipes.recipe import Recipe
 from ..report.progress import Summary
 from ..server.checkpoints import find_newest
 from ..watch.stop_flag import StopFlag
+from .learner_ranks import run_learner_ranks
 from .local_cluster import LocalCluster
 from .narrator import Narrator, View
 from .saved_runs import checkpoint_place, load, resume_setup, save
@@ -52,10 +54,8 @@ def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
         flag = stack.enter_context(StopFlag()) if threading.current_thread() is threading.main_thread() else None
         resumed = None if saved is None else View.of(cluster.coordinator)
         narrator.begin(workers=workers, shards=shards, server=setup.server, resumed=resumed)
-        for text in notes:
-            narrator.note(text)
         saved_step = cluster.coordinator.step
-        crew = Crew(recipe, cluster, workers)
+        crew = Crew(recipe, cluster, workers, notes.append)
         stack.callback(crew.end)
         is_over = False
         while not is_over:
@@ -64,6 +64,8 @@ def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
                 cluster.ask(lambda one, now: one.stop())
             cluster.tick()
             cluster.ask(lambda one, now: narrator.look(one))
+            while notes:
+                narrator.note(notes.pop(0))
             if problem := narrator.find_stall(recipe.trainer.stall_timeout_s):
                 raise StallError(problem)
             if store is not None and (is_over or cluster.coordinator.step >= saved_step + every):
@@ -79,13 +81,17 @@ def train_locally(recipe: Recipe, *, workers: int, shards: int) -> Summary:
 
 
 class Crew:
-    """The workers of a run, each a thread. One that fails has the others end.
+    """The workers of a run, each a thread, or a learner, each a thread that watches processes of its own.
+
+    One that fails has the others end. ``note`` gets sentences for people, from any of these threads.
 
     All mutable state: the threads, and their errors.
     """
 
-    def __init__(self, recipe: Recipe, cluster: LocalCluster, workers: int) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, recipe: Recipe, cluster: LocalCluster, workers: int, note: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._cluster, self._note = cluster, note
         self._errors: list[BaseException] = []
         options = WorkerOptions(pause_s=_PAUSE_S, silence_s=recipe.trainer.server.silence_s, seeds_steps=workers == 1)
         self._threads = [
@@ -115,7 +121,10 @@ class Crew:
 
     def _run(self, recipe: Recipe, name: str, options: WorkerOptions) -> None:
         try:
-            run_worker(recipe, name, self._cluster, options)
+            if recipe.trainer.parallel.mode == "diloco":
+                run_learner_ranks(recipe, name, self._cluster, options, note=self._note)
+            else:
+                run_worker(recipe, name, self._cluster, options)
         except BaseException as exc:  # noqa: BLE001 - raised in the main thread
             self._errors.append(exc)
             self._cluster.ask(lambda one, now: one.stop())

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...storage.errors import PenstockError
 from ...storage.ray_cluster import import_ray
+from ..asynchronous.learner_ranks import run_learner_ranks
 from ..asynchronous.worker import WorkerOptions, run_worker
 from ..recipes.recipe import build_recipe
 from .calls import Refused
@@ -48,7 +49,11 @@ class TrainingWorker:
         try:
             recipe = build_recipe(settings.recipe)
             options = WorkerOptions(silence_s=settings.silence_s)
-            run_worker(recipe, settings.name, RayServices(settings.token), options)
+            services = RayServices(settings.token)
+            if recipe.trainer.parallel.mode == "diloco":
+                run_learner_ranks(recipe, settings.name, services, options)
+            else:
+                run_worker(recipe, settings.name, services, options)
         except PenstockError as exc:
             return Refused.of(exc)
         return None

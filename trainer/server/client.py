@@ -6,7 +6,7 @@ none came, whether or not the request was applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -155,13 +155,16 @@ class ServerClient:
         *,
         weight: float = 1.0,
         rate: float | None = None,
+        only: Collection[int] | None = None,
     ) -> None:
         """Push gradients of this step; returns when all count. Ids (n,) may repeat: their rows (n, width) are added.
+
+        Of tensors the pieces in the buckets ``only`` are pushed; without it all.
 
         Raises:
             ServerRefusedError: a value is not finite, or a shape is not the server's; nothing counts.
         """
-        self._prepare(tensors, rows or {}, weight, rate)
+        self._prepare(tensors, rows or {}, weight, rate, only)
         try:
             self.flush()
         finally:
@@ -185,14 +188,16 @@ class ServerClient:
         rows: Mapping[str, tuple[NDArray[np.int64], Tensor]],
         weight: float,
         rate: float | None,
+        only: Collection[int] | None = None,
     ) -> None:
         """Cut gradients into parts, which share the memory of fp32 ones until ``_own_kept``."""
         self._check_finite(tensors, rows)
         pieces: dict[int, dict[PieceKey, Payload]] = {}
         for name, tensor in tensors.items():
             for key, flat in self._cut(name, tensor):
-                payload = self.feedback.encode(f"{key[1]} {name}", flat)
-                pieces.setdefault(bucket_of_piece(*key), {})[key] = payload
+                number = bucket_of_piece(*key)
+                if only is None or number in only:
+                    pieces.setdefault(number, {})[key] = self.feedback.encode(f"{key[1]} {name}", flat)
         by_bucket: dict[int, dict[str, tuple[NDArray[np.int64], Payload]]] = {}
         for table, (ids, gradients) in rows.items():
             distinct, places = np.unique(ids, return_inverse=True)
@@ -262,9 +267,12 @@ class ServerClient:
         self.clock += 1
         self.send_clock()
 
-    def pull(self) -> dict[str, Tensor]:
-        """Bring ``tensors`` up to date, once the policy lets this worker read; returns them in their shapes."""
-        todo = set(self._pieces)
+    def pull(self, only: Collection[int] | None = None) -> dict[str, Tensor]:
+        """Bring ``tensors`` up to date, once the policy lets this worker read; returns them in their shapes.
+
+        Pieces in the buckets ``only`` are; without it all.
+        """
+        todo = set(self._pieces if only is None else only)
         while todo:
             shard = self._placement.shard_of(min(todo))
             numbers = [number for number in todo if self._placement.shard_of(number) == shard]
