@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -113,3 +116,161 @@ def test_one_learner_that_averages_is_plain_training_bit_for_bit(tmp_path: Path,
     found = read_model(recipe, cluster)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert cluster.coordinator.consumed == 24
+
+
+def train_naively(
+    learners: int, batches: int, *, every: int, rate: float, momentum: float, epochs: int = 1
+) -> dict[str, torch.Tensor]:
+    """Train as synchronous learners do, by loops: a round has a lease for each of them, in the order of their names."""
+    seed_all(0)
+    common = Net()
+    nesterov = {"momentum": momentum, "nesterov": True} if momentum else {}
+    outer = torch.optim.SGD(common.parameters(), lr=rate, **nesterov)
+    models = [Net() for _ in range(learners)]
+    inner = [torch.optim.AdamW(one.parameters(), lr=0.02) for one in models]
+    data = make_batches(batches)
+    for _ in range(epochs):
+        leases = [data[first : first + every] for first in range(0, batches, every)]
+        for first in range(0, len(leases), learners):
+            changes: list[tuple[float, list[torch.Tensor]]] = []
+            for learner, lease in enumerate(leases[first : first + learners]):
+                models[learner].load_state_dict(common.state_dict())
+                for batch in lease:
+                    loss, count = squares(models[learner], batch)
+                    inner[learner].zero_grad()
+                    (loss * (1.0 / count)).backward()  # type: ignore[no-untyped-call]
+                    inner[learner].step()
+                pairs = zip(common.parameters(), models[learner].parameters(), strict=True)
+                change = [old.detach() - new.detach() for old, new in pairs]
+                changes.append((float(sum(len(batch["y"]) for batch in lease)), change))
+            total = sum(weight for weight, _ in changes)
+            for number, parameter in enumerate(common.parameters()):
+                parameter.grad = torch.stack([change[number] * (weight / total) for weight, change in changes]).sum(0)
+            outer.step()
+    return {name: one.detach() for name, one in common.named_parameters()}
+
+
+@pytest.mark.parametrize("learners", [2, 3])
+@pytest.mark.parametrize("outer", [{"rate": 0.7, "momentum": 0.9}, AVERAGE])
+def test_synchronous_learners_train_as_a_naive_loop(
+    tmp_path: Path, world: World, learners: int, outer: Mapping[str, float]
+) -> None:
+    recipe = learned(tmp_path, {"every": 3, **outer}, batches=20, trainer={"epochs": 2})  # the last lease has two
+    cluster = train(recipe, world, learners)
+    expected = train_naively(learners, 20, every=3, epochs=2, **outer)
+    found = read_model(recipe, cluster)
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=0, atol=2e-6)
+    assert cluster.coordinator.consumed == 40
+
+
+@pytest.mark.parametrize("policy", ["bsp", "ssp(1)", "asp", "quorum(2, 0.01)"])
+@pytest.mark.parametrize(
+    "way", [{}, {"fragments": 3}, {"overlap": 2, "alpha": 0.5}, {"fragments": 2, "overlap": 1, "alpha": 0.25}]
+)
+def test_every_policy_and_way_trains_on_each_batch_once(
+    tmp_path: Path, world: World, policy: str, way: Mapping[str, float]
+) -> None:
+    recipe = learned(tmp_path, {"every": 6, **way}, batches=20, policy=policy, trainer={"epochs": 2})
+    cluster = train(recipe, world, 3)
+    assert cluster.coordinator.consumed == 40
+    assert cluster.coordinator.is_done
+    assert all(torch.isfinite(one).all() for one in read_model(recipe, cluster).values())
+
+
+@pytest.mark.parametrize("fragments", [2, 5])
+def test_fragments_of_one_learner_are_plain_training_but_for_rounding(
+    tmp_path: Path, world: World, fragments: int
+) -> None:
+    way = {"every": 5, "fragments": fragments} if fragments < 5 else {"every": 7, "fragments": 4}
+    recipe = learned(tmp_path, {**way, **AVERAGE}, policy="asp")
+    found = read_model(recipe, train(recipe, world))
+    for name, one in train_plainly(tmp_path / "plain", 12, world).items():
+        torch.testing.assert_close(found[name], one, rtol=0, atol=1e-6)
+
+
+def tally(folder: Path, way: Mapping[str, Any], **server: object) -> Recipe:
+    """Learners that lower a number for each batch by 1, of which servers take half: there are two."""
+    return learned(
+        folder,
+        {**AVERAGE, **way},
+        batches=20,
+        model="Tallies",
+        model_args={"batches": 20},
+        loss="count_apart",
+        optimizer={"use": "torch.optim:SGD", "args": {"lr": 1.0}},
+        trainer={"epochs": 2},
+        **server,
+    )
+
+
+def counts_of(recipe: Recipe, cluster: LocalCluster) -> list[float]:
+    return [float(one) for one in read_model(recipe, cluster).values()]
+
+
+@pytest.mark.parametrize("policy", ["asp", "ssp(1)"])
+@pytest.mark.parametrize("way", [{"every": 1}, {"every": 3}, {"every": 6, "fragments": 3}, {"every": 4, "fragments": 4}])
+def test_each_batch_counts_once_in_what_servers_hold(
+    tmp_path: Path, world: World, policy: str, way: Mapping[str, Any]
+) -> None:
+    recipe = tally(tmp_path, way, policy=policy)
+    assert counts_of(recipe, train(recipe, world, 2)) == [-1.0] * 20
+
+
+class Death(BaseException):
+    """The end of a learner, at any call to its run."""
+
+
+class Mortal:
+    """Services of a learner that dies at one of its calls, before or after the call was made."""
+
+    def __init__(self, cluster: LocalCluster, lives: int, is_after: bool) -> None:
+        self._cluster, self._left, self._is_after = cluster, lives, is_after
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._cluster, name)
+
+        def made(*args: Any) -> Any:
+            with self._lock:
+                self._left -= 1
+                left = self._left
+            if left < 0 or (left == 0 and not self._is_after):
+                raise Death
+            found = call(*args)
+            if left == 0:
+                raise Death
+            return found
+
+        return made
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_batch_counts_once_though_learners_die_at_any_call(tmp_path: Path, world: World, seed: int) -> None:
+    draws = Random(seed)
+    way = {"every": draws.randint(1, 6)} if seed % 4 else {"every": 6, "fragments": 3}
+    recipe = tally(tmp_path, way, policy=draws.choice(["asp", "ssp(1)", "ssp(4)"]), silence_s=0.3)
+    cluster = LocalCluster(prepare_run(recipe, 2), shards=2, silence_s=0.3)
+    options = WorkerOptions(pause_s=0.001, silence_s=0.3)
+
+    def live(number: int) -> None:
+        services = Mortal(cluster, draws.randint(5, 250), draws.random() < 0.5)
+        with suppress(Death):
+            run_learner(recipe, f"worker-{number % 3}", services, world, options)  # type: ignore[arg-type]
+
+    learners = [threading.Thread(target=live, args=(number,)) for number in range(6)]
+    for thread in learners:
+        thread.start()
+        time.sleep(0.05)
+    learners.append(threading.Thread(target=run_learner, args=(recipe, "survivor", cluster, world, options)))
+    learners[-1].start()
+    for thread in learners:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert cluster.coordinator.is_done
+    assert cluster.coordinator.consumed == 40
+    counts = counts_of(recipe, cluster)
+    if "fragments" in way:  # what a learner that died had not pushed of its fragments is lost, and never counted twice
+        assert all(-1.0 <= one <= 0.0 for one in counts)
+    else:
+        assert counts == [-1.0] * 20
