@@ -46,10 +46,15 @@ def world() -> Iterator[World]:
 
 
 def learned(
-    folder: Path, diloco: Mapping[str, Any], *, trainer: Mapping[str, Any] | None = None, **options: Any
+    folder: Path,
+    diloco: Mapping[str, Any],
+    *,
+    trainer: Mapping[str, Any] | None = None,
+    parallel: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Recipe:
     tables = {
-        "parallel": {"mode": "diloco", "diloco": {"over": "server", **diloco}},
+        "parallel": {"mode": "diloco", "diloco": {"over": "server", **diloco}, **(parallel or {})},
         "checkpoint": {"every_steps": 0},
         **(trainer or {}),
     }
