@@ -52,6 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise RecipeError(
                     "--workers and --shards are of parallel.mode='parameter_server'; set that, or leave them out"
                 )
+            if command.plan and is_served and recipe.trainer.parallel.mode == "diloco":
+                raise RecipeError(
+                    "--plan plans for the ranks of a launcher, and with parallel.diloco.over='server' learners are "
+                    "started; plan one learner, with parallel.mode='allreduce' and --ranks of its ranks"
+                )
             if command.address is not None and not command.ray:
                 raise RecipeError("--address without --ray, which it is for; add that")
             if not is_served and command.ray:

@@ -44,7 +44,9 @@ class NoisyNet(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2), nn.Linear(2, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2), nn.Linear(2, 1)
+        )
 
 
 class TableNet(nn.Module):
@@ -207,7 +209,7 @@ def recipe_of(
     tables: dict[str, Any] = {
         "model": {"use": f"{MODULE}:{model}", "args": dict(model_args or {})},
         "optimizer": dict(optimizer or {"use": "torch.optim:SGD", "args": {"lr": 0.05}}),
-        "loss": {"use": f"{MODULE}:{loss}"},
+        "loss": {"use": loss if ":" in loss else f"{MODULE}:{loss}"},
         "data": dict(data or {"use": f"{MODULE}:make_batches", "args": {"count": batches}}),
         "trainer": {
             "epochs": 1,

@@ -189,9 +189,7 @@ class Learner:
         parts.schedule.set_rates(step)
         result = parts.steps.run(step, microbatches, stop_requested=is_stopping, epoch=epoch)
         loss = result.loss * result.count if result.count else 0.0
-        self._tell(
-            batches_sum=1, rows_sum=result.rows, loss_sum=loss, count_sum=result.count, rate=parts.schedule.rate
-        )
+        self._tell(batches_sum=1, rows_sum=result.rows, loss_sum=loss, count_sum=result.count, rate=parts.schedule.rate)
         return result
 
     def _read(self, plan: DataPlan, epoch: int, place: int) -> Any:

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..data.batches import count_rows
 from ..diloco.served import make_outer
 from ..errors import RecipeError, TrainerConfigError
-from ..recipes.parameter_groups import freeze_parameters
 from ..ranks.world import World
+from ..recipes.parameter_groups import freeze_parameters
 from ..recipes.recipe import Component, Recipe
 from ..reproducibility import seed_all
 from ..server.embedding import find_tables

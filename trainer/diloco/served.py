@@ -79,8 +79,8 @@ def cut_schema(schema: Schema, fragments: int) -> list[Fragment]:
     numbers = sorted(held)
     if len(numbers) < fragments:
         raise TrainerConfigError(
-            f"parallel.diloco.fragments={fragments} is more than the {len(numbers)} buckets that the model's parameters "
-            "lie in, which are exchanged as wholes; use fewer fragments"
+            f"parallel.diloco.fragments={fragments} is more than the {len(numbers)} buckets that parameters lie in, "
+            "which are exchanged as wholes; use fewer fragments"
         )
     found = []
     for indices in cut_fragments([sum(stop - start for _, start, stop in held[one]) for one in numbers], fragments):

@@ -16,7 +16,7 @@ class DilocoConfig:
     """Learners that train apart, and their exchanges (Douillard et al. 2023; by fragments, Douillard et al. 2025)."""
 
     over: Literal["allreduce", "server"] = "allreduce"
-    """Exchange by all-reduce, or over a parameter server, by the rules of trainer.server; then --workers of learners."""
+    """Exchange by all-reduce, or over a parameter server by the rules of trainer.server, with --workers of learners."""
 
     learners: int | None = None
     """Groups of ranks; none: a learner for each node where there are several, else for each rank."""

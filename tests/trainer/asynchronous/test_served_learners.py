@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,15 +18,19 @@ import torch
 from served_runs import Net, make_batches, recipe_of, squares
 from server_cluster import few_buckets
 
+from penstock.storage.resolve import open_store
 from penstock.trainer import DistributedTrainer, TrainerConfig, World, open_world, seed_all
 from penstock.trainer.asynchronous.evaluating import Reader
 from penstock.trainer.asynchronous.leading import run_learner
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
+from penstock.trainer.asynchronous.saved_runs import load, resume_setup, save
 from penstock.trainer.asynchronous.setup import build_model, make_schema, prepare_run
 from penstock.trainer.asynchronous.worker import WorkerOptions
+from penstock.trainer.errors import TrainerConfigError
 from penstock.trainer.options import build_config
 from penstock.trainer.ranks.world import close_world
 from penstock.trainer.recipes.recipe import Recipe
+from penstock.trainer.server.checkpoints import find_newest
 from penstock.trainer.server.client import ClientConfig
 
 ADAMW = {"use": "torch.optim:AdamW", "args": {"lr": 0.02}}
@@ -64,12 +70,25 @@ def learned(
 def train(recipe: Recipe, world: World, learners: int = 1, shards: int = 2) -> LocalCluster:
     """Train with learners that are threads; returns the cluster that they trained on."""
     cluster = LocalCluster(prepare_run(recipe, learners), shards=shards, silence_s=30.0)
+    run_on(cluster, recipe, world, learners)
+    return cluster
+
+
+def run_on(
+    cluster: LocalCluster,
+    recipe: Recipe,
+    world: World,
+    learners: int,
+    note: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Train on a cluster until the run is over, or is asked to stop."""
+    cluster.coordinator.expected = learners
     errors: list[BaseException] = []
 
     def live(name: str) -> None:
         try:
-            run_learner(recipe, name, cluster, world, QUICK)
-        except BaseException as exc:  # raised below
+            run_learner(recipe, name, cluster, world, QUICK, note=note)
+        except BaseException as exc:  # noqa: BLE001 - raised below
             errors.append(exc)
             cluster.ask(lambda one, now: one.stop())
 
@@ -81,7 +100,6 @@ def train(recipe: Recipe, world: World, learners: int = 1, shards: int = 2) -> L
     assert not any(one.is_alive() for one in threads)
     if errors:
         raise errors[0]
-    return cluster
 
 
 def read_model(recipe: Recipe, cluster: LocalCluster) -> dict[str, torch.Tensor]:
@@ -194,7 +212,7 @@ def test_fragments_of_one_learner_are_plain_training_but_for_rounding(
         torch.testing.assert_close(found[name], one, rtol=0, atol=1e-6)
 
 
-def tally(folder: Path, way: Mapping[str, Any], **server: object) -> Recipe:
+def tally(folder: Path, way: Mapping[str, Any], *, loss: str = "count_apart", **server: object) -> Recipe:
     """Learners that lower a number for each batch by 1, of which servers take half: there are two."""
     return learned(
         folder,
@@ -202,7 +220,7 @@ def tally(folder: Path, way: Mapping[str, Any], **server: object) -> Recipe:
         batches=20,
         model="Tallies",
         model_args={"batches": 20},
-        loss="count_apart",
+        loss=loss,
         optimizer={"use": "torch.optim:SGD", "args": {"lr": 1.0}},
         trainer={"epochs": 2},
         **server,
@@ -210,11 +228,13 @@ def tally(folder: Path, way: Mapping[str, Any], **server: object) -> Recipe:
 
 
 def counts_of(recipe: Recipe, cluster: LocalCluster) -> list[float]:
-    return [float(one) for one in read_model(recipe, cluster).values()]
+    return [float(one.detach()) for one in read_model(recipe, cluster).values()]
 
 
 @pytest.mark.parametrize("policy", ["asp", "ssp(1)"])
-@pytest.mark.parametrize("way", [{"every": 1}, {"every": 3}, {"every": 6, "fragments": 3}, {"every": 4, "fragments": 4}])
+@pytest.mark.parametrize(
+    "way", [{"every": 1}, {"every": 3}, {"every": 6, "fragments": 3}, {"every": 4, "fragments": 4}]
+)
 def test_each_batch_counts_once_in_what_servers_hold(
     tmp_path: Path, world: World, policy: str, way: Mapping[str, Any]
 ) -> None:
@@ -279,3 +299,105 @@ def test_a_batch_counts_once_though_learners_die_at_any_call(tmp_path: Path, wor
         assert all(-1.0 <= one <= 0.0 for one in counts)
     else:
         assert counts == [-1.0] * 20
+
+
+def continued(folder: Path, world: World, *, keeps_state: bool) -> tuple[Recipe, LocalCluster, list[str]]:
+    """Train for an epoch, save, and train for another on other shards, of which notes are."""
+    notes: list[str] = []
+    (folder / "store").mkdir(parents=True)
+    with closing(open_store(str(folder / "store"))) as store:
+        for number in range(2):
+            trainer = {"epochs": number + 1, "checkpoint": {"every_steps": 1}}
+            recipe = learned(folder, {"every": 3}, trainer=trainer)
+            saved = find_newest(store, notes.append)
+            setup = resume_setup(recipe, 2, saved)
+            cluster = LocalCluster(setup, shards=2 + number, silence_s=30.0)
+            if saved is not None:
+                load(cluster, store, saved)
+            if number and not keeps_state:
+                shutil.rmtree(folder / "learners")
+            run_on(cluster, recipe, world, 2, note=notes.append if number else lambda text: None)
+            save(cluster, setup, store, keep=1)
+    return recipe, cluster, notes
+
+
+def test_learners_go_on_with_their_inner_optimizers_where_they_ended(tmp_path: Path, world: World) -> None:
+    straight = learned(tmp_path / "straight", {"every": 3}, trainer={"epochs": 2})
+    expected = read_model(straight, train(straight, world, 2))
+    recipe, cluster, notes = continued(tmp_path / "kept", world, keeps_state=True)
+    found = read_model(recipe, cluster)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert sorted(notes) == [
+        f"worker-00{number} goes on with the inner optimizer of its last exchange" for number in (0, 1)
+    ]
+    recipe, cluster, notes = continued(tmp_path / "lost", world, keeps_state=False)
+    found = read_model(recipe, cluster)
+    assert not all(torch.equal(found[name], one) for name, one in expected.items())
+    assert notes == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "other run"])
+def test_a_state_that_cannot_be_used_is_noted_and_the_inner_optimizer_begins_anew(
+    tmp_path: Path, world: World, damage: str
+) -> None:
+    recipe = learned(tmp_path, {"every": 3}, trainer={"checkpoint": {"every_steps": 1}})
+    train(recipe, world)
+    path = tmp_path / "learners" / "worker-000-0-of-1.safetensors"
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    notes: list[str] = []
+    cluster = LocalCluster(prepare_run(recipe, 1), shards=1, silence_s=30.0)
+    run_on(cluster, recipe, world, 1, note=notes.append)
+    assert len(notes) == 1
+    assert str(path) in notes[0]
+    assert notes[0].endswith("the inner optimizer begins anew")
+    assert cluster.coordinator.is_done
+
+
+def test_a_run_that_is_asked_to_stop_pushes_what_it_has_and_goes_on_from_there(tmp_path: Path, world: World) -> None:
+    recipe = tally(tmp_path, {"every": 10}, loss="slow_counting:count_apart_slowly", policy="asp")
+    (tmp_path / "store").mkdir()
+    with closing(open_store(str(tmp_path / "store"))) as store:
+        setup = prepare_run(recipe, 2)
+        cluster = LocalCluster(setup, shards=2, silence_s=30.0)
+        stop = threading.Timer(0.9, lambda: cluster.ask(lambda one, now: one.stop()))
+        stop.start()
+        run_on(cluster, recipe, world, 2)
+        assert 0 < cluster.coordinator.consumed < 40
+        assert sum(counts_of(recipe, cluster)) == -cluster.coordinator.consumed / 2
+        save(cluster, setup, store, keep=1)
+        saved = find_newest(store, print)
+        assert saved is not None
+        again = LocalCluster(resume_setup(recipe, 2, saved), shards=1, silence_s=30.0)
+        load(again, store, saved)
+        run_on(again, recipe, world, 2)
+    assert counts_of(recipe, again) == [-1.0] * 20
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"diloco": {"learners": 2}}, "give --workers 2"),
+        ({"diloco": {"codec": "int8"}}, "give server.push='int8'"),
+        ({"diloco": {"over": "allreduce", "ranks": 2}}, "is for parallel.diloco.over='server'"),
+        ({"server": {"lease": 3}}, "leave server.lease out, and give parallel.diloco.every"),
+        ({"step": {"accumulate": 2}}, "step.accumulate=2 has no part in parallel.diloco.over='server'"),
+        ({"ema": {"decay": 0.9}}, "ema is set, and has no part in parallel.diloco.over='server'"),
+        ({"diloco": {"over": "clouds"}}, "parallel.diloco.over='clouds'"),
+        ({"diloco": {"over": "allreduce"}, "server": {"policy": "asp"}}, "is for parallel.mode='parameter_server'"),
+    ],
+)
+def test_options_that_have_no_part_are_refused_by_name(tmp_path: Path, tables: Mapping[str, Any], message: str) -> None:
+    diloco = {"over": "server", **tables.get("diloco", {})}
+    rest = {name: table for name, table in tables.items() if name != "diloco"}
+    values = {"epochs": 1, "parallel": {"mode": "diloco", "diloco": diloco}, **rest}
+    with pytest.raises(TrainerConfigError, match=re.escape(message)):
+        build_config(TrainerConfig, values)
+
+
+def test_what_learners_over_servers_cannot_do_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(TrainerConfigError, match=r"use nn\.Embedding"):
+        prepare_run(learned(tmp_path, {}, model="TableNet"), 1)
+    plan = {"batches": 12, "rows": 6, "span": 3, "workers": 2}
+    with pytest.raises(TrainerConfigError, match="and the run began with 3"):
+        prepare_run(learned(tmp_path, {"every": 4}), 2, run="a", saved=plan)
