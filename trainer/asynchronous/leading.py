@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ...storage.errors import PenstockError
 from ..diloco.served import pushes_weights, rate_of_push
@@ -179,7 +179,10 @@ class Consumption:
 
 
 class Leader:
-    """The first rank of a learner, through all its incarnations. All mutable state: the model that evaluates."""
+    """The first rank of a learner, through all its incarnations.
+
+    All mutable state: the model that evaluates, and what rounding on the wire owes to servers from one to the next.
+    """
 
     def __init__(
         self,
@@ -194,6 +197,7 @@ class Leader:
         self._recipe, self._name, self._services, self._options = recipe, name, services, options
         self._learner, self._numbers, self._orders = learner, numbers, orders
         self._judged: nn.Module | None = None
+        self._owed: dict[str, Tensor] = {}
 
     def live(self) -> bool:
         """Live one incarnation: wait for batches, and train until there are none; returns whether the run is over."""
@@ -278,6 +282,7 @@ class Leader:
             wait=pulse.wait,
             config=self._client_config(),
         )
+        client.feedback.load_state_dict(self._owed)
         client.join()
         first = self._order("gather")
         client.create({name: one.view(learner.schema.tensor(name).shape) for name, one in first.items()})
@@ -294,6 +299,7 @@ class Leader:
             except BaseException as exc:
                 pulse.abandon(exc)  # the exchange may wait for others
                 raise
+        self._owed = client.feedback.state_dict()
         self._numbers.tell(is_due=True, waits_for_checkpoint=0.0)
 
     def _take_leases(self, begun: Begun, first: Lease, exchange: OuterExchange, pulse: Pulse) -> None:
