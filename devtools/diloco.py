@@ -50,6 +50,7 @@ def run_case(name: str, folder: Path, *, steps: int, every: int) -> dict[str, An
         *("-m", "penstock.trainer", "gpt", f"--trainer.steps={steps}", f"--trainer.output-dir={output}"),
         *(f"--trainer.parallel.{key}={one}" for key, one in options.items()),
         *(f"--trainer.checkpoint.every-steps={steps // 2}", "--trainer.checkpoint.keep-best=0"),
+        f"--trainer.schedule.warmup-steps={max(1, steps // 10)}",
         *("--trainer.report.quiet=true", "--trainer.report.every=10", f"--trainer.evaluate.every={steps}"),
     ]
     print(" ".join(command), flush=True)

@@ -242,6 +242,7 @@ class Leader:
         """Evaluate what the servers hold, on this rank alone, with a model of its own."""
         if self._judged is None:
             self._judged = build_model(self._recipe)
+            self._judged.load_state_dict(self._learner.fixed, strict=False)
         model, trainer = self._judged, self._recipe.trainer
         device = self._learner.device
         Reader(self._services, begun, self._learner.schema, self._client_config()).load(model)

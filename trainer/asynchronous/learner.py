@@ -58,6 +58,8 @@ class Learner:
         """The exchanges of this incarnation whose result is used, or was not wanted."""
         self.has_stopped = False
         """Training ended within a lease, as it was asked to."""
+        self.fixed: dict[str, Tensor] = {}
+        """What is not trained of the model, buffers and frozen parameters, by name."""
         self._recipe, self._name, self._world, self._tell, self._note = recipe, name, world, tell, note
         self._config = recipe.trainer.parallel.diloco
         self._model = build_model(recipe)
@@ -113,6 +115,10 @@ class Learner:
             found = load_weights(inner, config.init_from, config.warm_start, self._world, entered=lambda phase: None)
             self._note(found.describe())
         self._buffers = {name: one.detach().clone() for name, one in inner.named_buffers()}
+        self.fixed = {bare_name(name): one for name, one in self._buffers.items()}
+        for name, one in inner.named_parameters():
+            if not one.requires_grad:
+                self.fixed[bare_name(name)] = whole_of(one).clone()
         self._plan, self._run = plan, run
         if self._state_path.exists() and recipe.trainer.checkpoint.every_steps:
             problem = read_state(self._state_path, self._named_state, run=run, schema=self.schema.digest)

@@ -10,11 +10,14 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch
 
 from ...storage.errors import PenstockError
 from .. import errors
@@ -22,7 +25,7 @@ from ..errors import ServerError, TrainerError
 from ..ranks.world import close_world, open_world
 from ..recipes.recipe import Recipe, build_recipe
 from ..server.leases import Lease
-from ..server.messages import Reply, Request
+from ..server.messages import Push, Reply, Request
 from ..server.placement import Placement
 from ..server.services import Begun, Services, Task
 from .leading import run_learner
@@ -31,9 +34,10 @@ from .worker import WorkerOptions
 _KINDS: dict[str, type[PenstockError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PenstockError)
 }
-_MOST_DEATHS = 5  # without a batch between them
+_MOST_DEATHS = 5  # without a push between them
 _SILENCE_S = 86_400.0  # other ranks may wait so long for the first one; a death they notice at once
 _ENDING_S = 10.0
+_TURN_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ def run_learner_ranks(
     When one dies, all begin anew, and what they had leased goes back.
 
     Raises:
-        TrainerError: what a rank met; or they died again and again, with no step between.
+        TrainerError: what a rank met; or they died again and again, with no push between.
     """
     ranks = recipe.trainer.parallel.diloco.ranks
     deaths = 0
@@ -73,16 +77,19 @@ def run_learner_ranks(
             group.close()
         if died is None:
             return
-        deaths = 1 if group.has_trained else deaths + 1
+        deaths = 1 if group.has_pushed else deaths + 1
         if deaths > _MOST_DEATHS:
             raise ServerError(
-                f"{died} {deaths} times, and nothing was trained on meanwhile; dmesg tells if memory was full"
+                f"{died}, for the {deaths}th time, and {name} pushed nothing meanwhile; dmesg tells if memory was full"
             )
         note(f"{died}: what {name} had leased goes back, and it begins anew")
 
 
 class LearnerRanks:
-    """Ranks of one start of a learner. All mutable state: the processes, their pipes, and what they have told."""
+    """Ranks of one start of a learner.
+
+    All mutable state: the processes, their pipes, whether anything was pushed, and what they have told of errors.
+    """
 
     def __init__(
         self,
@@ -93,9 +100,10 @@ class LearnerRanks:
         ranks: int,
         note: Callable[[str], None],
     ) -> None:
-        self.has_trained = False
+        self.has_pushed = False
         self._name, self._services, self._note = name, services, note
         self._error: PenstockError | None = None
+        self._broken: list[str] = []
         context = multiprocessing.get_context("spawn")
         port = find_port() if ranks > 1 else 0
         self._pipes: list[Connection] = []
@@ -120,25 +128,31 @@ class LearnerRanks:
             TrainerError: what a rank met.
         """
         left = list(self._pipes)
-        died = None
-        while left:
-            for pipe in wait(left):
+        deadline_s: float | None = None  # for the others, once one is gone
+        while left and (deadline_s is None or time.monotonic() < deadline_s):
+            for pipe in wait(left, timeout=None if deadline_s is None else _TURN_S):
                 assert isinstance(pipe, Connection)
                 try:
                     message = pipe.recv()
                 except (EOFError, OSError):
                     left.remove(pipe)
-                    rank = self._pipes.index(pipe)
-                    self.processes[rank].join(_ENDING_S)
-                    if self.processes[rank].exitcode != 0:
-                        died = died or f"rank {rank} of {self._name} died ({self.processes[rank].exitcode})"
-                    continue
-                self._answer(pipe, *message)
+                    process = self.processes[self._pipes.index(pipe)]
+                    process.join(_ENDING_S)
+                    if process.exitcode != 0:
+                        deadline_s = deadline_s or time.monotonic() + _ENDING_S
+                else:
+                    self._answer(pipe, *message)
             if self._error is not None:
                 raise self._error
-            if died is not None:
-                return died
-        return None
+        codes = [process.exitcode for process in self.processes]
+        died = [rank for rank, code in enumerate(codes) if code is not None and code != 0]
+        killed = [rank for rank in died if (codes[rank] or 0) < 0]
+        if self._broken and not killed:  # of the others the collectives fail where one was killed
+            raise ServerError(f"{self._name} failed: {'; '.join(self._broken)}")
+        if not died:
+            return None
+        rank = (killed or died)[0]
+        return f"rank {rank} of {self._name} died ({codes[rank]})"
 
     def close(self) -> None:
         """End processes that have not ended."""
@@ -154,11 +168,13 @@ class LearnerRanks:
             kind, text = values
             self._error = _KINDS.get(kind, TrainerError)(text)
             return
+        if method == "broke":
+            self._broken.append(*values)
+            return
         if method == "note":
             self._note(*values)
             return
-        if method == "report":
-            self.has_trained |= values[1].get("batches_sum", 0.0) > 0
+        self.has_pushed |= method == "call" and isinstance(values[1], Push)
         try:
             reply: tuple[bool, Any] = True, getattr(self._services, method)(*values)
         except PenstockError as exc:
@@ -242,6 +258,8 @@ def run_rank(settings: RankSettings, pipe: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever started it hears of these, and has it end
         signal.signal(number, signal.SIG_IGN)
     _set_place(settings)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torchrun has it: several share the cores
     try:
         recipe = build_recipe(settings.recipe)
         world = open_world(device=recipe.trainer.device, timeout_s=_SILENCE_S)
@@ -251,6 +269,10 @@ def run_rank(settings: RankSettings, pipe: Connection) -> None:
     except PenstockError as exc:
         with suppress(OSError):
             pipe.send(("failed", (type(exc).__name__, str(exc))))
+    except Exception as exc:
+        with suppress(OSError):
+            pipe.send(("broke", (f"rank {settings.rank} raised {exc!r}",)))
+        raise  # its traceback is printed
     finally:
         close_world()
 
