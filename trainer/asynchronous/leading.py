@@ -111,7 +111,7 @@ class Numbers:
     def __init__(self, services: Services, name: str) -> None:
         self._services, self._name = services, name
         self._kept: dict[str, float] = {}
-        self._told_s = time.monotonic()
+        self._reported_s = time.monotonic()
 
     def tell(self, *, is_due: bool = False, **numbers: float) -> None:
         """Tell these, now if ``is_due``; those that end in ``_sum`` are added up."""
@@ -122,8 +122,8 @@ class Numbers:
                 self._kept[name] = max(value, self._kept.get(name, 0.0))
             else:
                 self._kept[name] = value
-        if is_due or time.monotonic() - self._told_s >= _REPORT_S:
-            numbers, self._kept, self._told_s = self._kept, {}, time.monotonic()
+        if is_due or time.monotonic() - self._reported_s >= _REPORT_S:
+            numbers, self._kept, self._reported_s = self._kept, {}, time.monotonic()
             self._services.report(self._name, numbers)
 
 
