@@ -274,11 +274,10 @@ class Learner:
 
     def _tell_exchange(self, exchange: OuterExchange) -> None:
         waited, exchange.waited_s = exchange.waited_s, 0.0
-        sent, exchange.calls.bytes = exchange.calls.bytes, 0
         client = exchange.client
         self._tell(
             waited_s_sum=waited,
-            outer_bytes_sum=sent,
+            outer_bytes_sum=exchange.calls.take_bytes(),
             outer_norm=exchange.norm,
             staleness=client.staleness,
             clock=client.clock,

@@ -41,16 +41,22 @@ class Change:
 
 
 class CountingCall:
-    """Calls of shards, with the bytes of what is sent and received. All mutable state: their sum."""
+    """Calls of shards, from any thread, with the bytes of what is sent and received. All mutable state: their sum."""
 
     def __init__(self, call: Call) -> None:
-        self.bytes = 0
-        self._call = call
+        self._bytes, self._call, self._lock = 0, call, threading.Lock()
 
     def __call__(self, shard: str, request: Request) -> Reply:
         reply = self._call(shard, request)
-        self.bytes += count_bytes(request) + count_bytes(reply)
+        with self._lock:
+            self._bytes += count_bytes(request) + count_bytes(reply)
         return reply
+
+    def take_bytes(self) -> int:
+        """Take the bytes since the last time."""
+        with self._lock:
+            taken, self._bytes = self._bytes, 0
+            return taken
 
 
 class OuterExchange:

@@ -164,10 +164,10 @@ def test_bytes_that_are_counted_are_those_of_changes_and_weights() -> None:
     schema = Schema([TensorSpec(name="w", shape=(100,))])
     _, (client,), (calls,) = open_clients("asp", schema, ["a"])
     client.pull()
-    calls.bytes = 0
+    calls.take_bytes()
     (whole,) = cut_schema(schema, 1)
     with OuterExchange(client, schema, calls, rate=1.0, pushes_weights=False, keeps_own=False) as one:
         one.start(Change(fragment=whole, weights={"w": torch.ones(100)}, weight=1.0, unit=0))
         assert one.wait()["w"].tolist() == [1.0] * 100
         assert one.norm == 10.0
-    assert calls.bytes == 2 * 400 + len(schema.buckets()) * 16  # and the clocks of its buckets
+    assert calls.take_bytes() == 2 * 400 + len(schema.buckets()) * 16  # and the clocks of its buckets
