@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from served_runs import Net, make_batches, recipe_of, squares
 from server_cluster import few_buckets
 
@@ -401,3 +402,27 @@ def test_what_learners_over_servers_cannot_do_is_refused_before_anything_starts(
     plan = {"batches": 12, "rows": 6, "span": 3, "workers": 2}
     with pytest.raises(TrainerConfigError, match="and the run began with 3"):
         prepare_run(learned(tmp_path, {"every": 4}), 2, run="a", saved=plan)
+
+
+def test_learners_begin_with_the_weights_of_a_file_and_what_is_frozen_is_evaluated_and_exported_too(
+    tmp_path: Path, world: World
+) -> None:
+    torch.manual_seed(7)
+    given = {name: torch.randn_like(one) for name, one in Net().state_dict().items()}
+    save_file(given, tmp_path / "given.safetensors")
+    trainer = {
+        "init_from": str(tmp_path / "given.safetensors"),
+        "export": "last.safetensors",
+        "checkpoint": {"every_steps": 100},
+    }
+    still = {"use": "torch.optim:SGD", "args": {"lr": 0.0}}
+    groups = [{"match": "layers.0.*", "freeze": True}]
+    recipe = learned(tmp_path, {"every": 4}, evaluates=True, optimizer={**still, "groups": groups}, trainer=trainer)
+    cluster = train(recipe, world)
+    exported = load_file(tmp_path / "last.safetensors")
+    assert all(torch.equal(exported[name], one) for name, one in given.items())
+    model = Net()
+    model.load_state_dict(given)
+    totals = [squares(model, batch) for batch in make_batches(3, seed=1)]
+    loss = sum(float(total.detach()) for total, _ in totals) / sum(count for _, count in totals)
+    assert cluster.coordinator.metrics["loss"] == pytest.approx(loss)
