@@ -25,6 +25,7 @@ _RANKS = 2
 CASES: dict[str, dict[str, Any] | None] = {
     "allreduce": None,
     "diloco": {},
+    "low momentum": {"momentum": 0.5},
     "diloco, int8": {"codec": "int8"},
     "streaming": {"fragments": 5, "overlap": 2, "alpha": 0.5, "codec": "bf16"},
     "average": {"rate": 1.0, "momentum": 0.0},

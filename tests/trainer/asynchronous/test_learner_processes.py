@@ -18,7 +18,9 @@ from test_served_learners import AVERAGE, counts_of, learned, read_model, tally
 
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
 from penstock.trainer.asynchronous.local_run import train_locally
+from penstock.trainer.asynchronous.setup import prepare_run
 from penstock.trainer.errors import TrainerConfigError
+from penstock.trainer.on_ray import worker_actor
 
 pytestmark = pytest.mark.slow
 
@@ -129,3 +131,20 @@ def test_records_tell_of_exchanges_and_evaluations_and_the_last_weights_are_expo
         "worker-000-0-of-1.safetensors",
         "worker-001-0-of-1.safetensors",
     ]
+
+
+def test_the_actor_of_a_worker_starts_a_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = {"checkpoint": {"every_steps": 3}}
+    recipe = learned(tmp_path, {"every": 3}, trainer=trainer, silence_s=PATIENCE_S)
+    for number in range(2):
+        cluster = LocalCluster(prepare_run(recipe, 1, run="the run"), shards=2, silence_s=PATIENCE_S)
+        monkeypatch.setattr(worker_actor, "RayServices", lambda token, cluster=cluster: cluster)
+        settings = worker_actor.WorkerSettings(
+            name="worker-000", recipe=recipe.describe(), folder=str(Path.cwd()), token="", silence_s=PATIENCE_S
+        )
+        assert worker_actor.TrainingWorker(settings).run() is None
+        assert cluster.coordinator.is_done
+        note = "worker-000: worker-000 goes on with the inner optimizer of its last exchange"
+        assert (note in capfd.readouterr().err) == (number == 1)
