@@ -59,7 +59,7 @@ def test_synchronous_learners_have_the_bits_of_learners_over_all_reduce(
     assert summary.steps == 6
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 def test_a_learner_of_two_ranks_is_plain_training_on_them_bit_for_bit(
     tmp_path: Path, clusters: list[LocalCluster], zero: int
 ) -> None:
@@ -100,6 +100,7 @@ def test_a_learner_that_is_killed_begins_anew_and_each_batch_counts_once(
     assert sum("died (-9): what worker-00" in one for one in notes) == 2
 
 
+@pytest.mark.full
 def test_a_learner_that_cannot_work_ends_the_run_with_what_it_met(tmp_path: Path) -> None:
     recipe = learned(tmp_path, {"every": 3, "ranks": 2})
     with pytest.raises(TrainerConfigError, match="its data take no rank"):
@@ -133,6 +134,7 @@ def test_records_tell_of_exchanges_and_evaluations_and_the_last_weights_are_expo
     ]
 
 
+@pytest.mark.full
 def test_the_actor_of_a_worker_starts_a_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

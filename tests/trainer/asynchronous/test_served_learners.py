@@ -127,6 +127,7 @@ def train_plainly(folder: Path, batches: int, world: World, **options: Any) -> d
         return {name: one.detach().clone() for name, one in trainer.parallel.inner.named_parameters()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("every", [1, 4, 5])
 def test_one_learner_that_averages_is_plain_training_bit_for_bit(tmp_path: Path, world: World, every: int) -> None:
     options: dict[str, Any] = {
@@ -188,6 +189,7 @@ def test_synchronous_learners_train_as_a_naive_loop(
     assert cluster.coordinator.consumed == 40
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bsp", "ssp(1)", "asp", "quorum(2, 0.01)"])
 @pytest.mark.parametrize(
     "way", [{}, {"fragments": 3}, {"overlap": 2, "alpha": 0.5}, {"fragments": 2, "overlap": 1, "alpha": 0.25}]
@@ -232,6 +234,7 @@ def counts_of(recipe: Recipe, cluster: LocalCluster) -> list[float]:
     return [float(one.detach()) for one in read_model(recipe, cluster).values()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["asp", "ssp(1)"])
 @pytest.mark.parametrize(
     "way", [{"every": 1}, {"every": 3}, {"every": 6, "fragments": 3}, {"every": 4, "fragments": 4}]
@@ -271,6 +274,7 @@ class Mortal:
         return made
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_batch_counts_once_though_learners_die_at_any_call(tmp_path: Path, world: World, seed: int) -> None:
     draws = Random(seed)

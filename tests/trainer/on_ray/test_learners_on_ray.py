@@ -8,7 +8,7 @@ import pytest
 from ray_cluster import run_ray
 from ray_runs import counts, kill, start, wait_for_batches
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
 LEARNERS = (
     "--trainer.parallel.mode=diloco",
