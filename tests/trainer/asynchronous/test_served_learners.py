@@ -204,11 +204,10 @@ def test_every_policy_and_way_trains_on_each_batch_once(
     assert all(torch.isfinite(one).all() for one in read_model(recipe, cluster).values())
 
 
-@pytest.mark.parametrize("fragments", [2, 5])
+@pytest.mark.parametrize("way", [{"every": 5, "fragments": 2}, {"every": 7, "fragments": 4}])
 def test_fragments_of_one_learner_are_plain_training_but_for_rounding(
-    tmp_path: Path, world: World, fragments: int
+    tmp_path: Path, world: World, way: Mapping[str, int]
 ) -> None:
-    way = {"every": 5, "fragments": fragments} if fragments < 5 else {"every": 7, "fragments": 4}
     recipe = learned(tmp_path, {**way, **AVERAGE}, policy="asp")
     found = read_model(recipe, train(recipe, world))
     for name, one in train_plainly(tmp_path / "plain", 12, world).items():
