@@ -23,6 +23,7 @@ import xxhash
 from ...storage import ByteRange, DiscardingStore, ObjectInfo, Store
 from ...storage.errors import StorageError
 from ...storage.hashing import xxh3_64
+from ..arrow_arrays import view_numbers
 from ..columns import AnyArray, Block, BytesColumn, Column
 from ..dataset.cache import SealedFolder
 from ..dataset.manifest import UNTHREADED
@@ -82,7 +83,7 @@ class KeptLayouts:
             with self._lock:
                 if self._table is None:
                     table = self._read()
-                    self._table = table if table.nbytes <= most_bytes else _Table(_SCHEMA.empty_table())
+                    self._table = table if table.nbytes <= most_bytes else _Table(pa.Table.from_batches([], _SCHEMA))
         return self._table.find(chunk)
 
     def save(self, found: Mapping[int, Layout]) -> None:
@@ -102,7 +103,7 @@ class KeptLayouts:
             data = self._folder.load(self._key)
             if data is not None:
                 return _Table(pa.ipc.open_file(pa.BufferReader(data), options=UNTHREADED).read_all())
-        return _Table(_SCHEMA.empty_table())
+        return _Table(pa.Table.from_batches([], _SCHEMA))
 
 
 _SCHEMA = pa.schema(
@@ -162,8 +163,8 @@ class _Table:
 
 def _ends(lists: pa.ChunkedArray) -> tuple[AnyArray, list[int]]:
     """The values of all rows, end to end, and where each row's begin in them, and the last one's end."""
-    one: Any = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], lists.type)
-    return np.asarray(one.values), np.asarray(one.offsets).tolist()
+    one: Any = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.nulls(0, lists.type)
+    return view_numbers(one.values), view_numbers(one.offsets).tolist()
 
 
 def _tabulate(found: Mapping[int, Layout]) -> pa.Table:
