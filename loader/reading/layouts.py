@@ -66,7 +66,9 @@ class KeptLayouts:
         self, manifest: Manifest, columns: Sequence[str] | None, cache_dir: str | os.PathLike[str] | None
     ) -> None:
         self._folder = SealedFolder("layouts", cache_dir, kept=_KEPT)
-        of_manifest = [manifest.fingerprint, manifest.checksums is not None, manifest.format, manifest.config]
+        # Data sets of equal shapes, as parts of a larger one may be, have one fingerprint, and need not share a file.
+        sums = None if manifest.checksums is None else xxhash.xxh3_128_hexdigest(manifest.checksums.tobytes())
+        of_manifest = [manifest.fingerprint, sums or manifest.url, sums is not None, manifest.format, manifest.config]
         identity = [_VERSION, *of_manifest, manifest.schema, columns]
         self._key = xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
         self._table: _Table | None = None
