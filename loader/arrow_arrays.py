@@ -7,6 +7,7 @@ nobody who reads samples needs. Their buffers can be had without it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,27 @@ AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
 def wrap_numbers(numbers: AnyArray) -> pa.Array:
-    """Wrap integers or floats (n,) in an Arrow array, on the same memory where that is contiguous."""
+    """Wrap integers or floats (n,) in an Arrow array, on the same memory where that is contiguous; pack bools."""
     values = np.ascontiguousarray(numbers)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+    data = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else values
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(data)])
+
+
+def wrap_lists(lists: Sequence[AnyArray], dtype: np.dtype[Any]) -> pa.ListArray:
+    """Copy arrays (n,) of numbers into an Arrow array of lists; together they have fewer than 2^31."""
+    offsets = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum([len(each) for each in lists], out=offsets[1:])
+    values = np.concatenate([np.empty(0, dtype), *lists]).astype(dtype, copy=False)
+    return pa.ListArray.from_arrays(wrap_numbers(offsets), wrap_numbers(values))
+
+
+def wrap_texts(texts: Sequence[str]) -> pa.StringArray:
+    """Copy texts into an Arrow array; together they have fewer than 2^31 bytes."""
+    encoded = [text.encode() for text in texts]
+    offsets = np.zeros(len(texts) + 1, np.int32)
+    np.cumsum([len(each) for each in encoded], out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.string(), len(texts), buffers)
 
 
 def view_numbers(array: pa.Array | pa.ChunkedArray) -> AnyArray:

@@ -23,7 +23,7 @@ import xxhash
 from ...storage import ByteRange, DiscardingStore, ObjectInfo, Store
 from ...storage.errors import StorageError
 from ...storage.hashing import xxh3_64
-from ..arrow_arrays import view_numbers
+from ..arrow_arrays import view_numbers, wrap_lists, wrap_numbers, wrap_texts
 from ..columns import AnyArray, Block, BytesColumn, Column
 from ..dataset.cache import SealedFolder
 from ..dataset.manifest import UNTHREADED
@@ -142,7 +142,8 @@ class _Table:
 
     def without(self, chunks: set[int]) -> pa.Table:
         """The table without these chunks."""
-        return self._table.filter(pa.array([chunk not in chunks for chunk in self._columns["chunk"]], pa.bool_()))
+        kept = [chunk not in chunks for chunk in self._columns["chunk"]]
+        return self._table.filter(wrap_numbers(np.array(kept, np.bool_)))
 
     def find(self, chunk: int) -> Layout | None:
         rows = self._rows.get(chunk)
@@ -170,19 +171,35 @@ def _ends(lists: pa.ChunkedArray) -> tuple[AnyArray, list[int]]:
 
 
 def _tabulate(found: Mapping[int, Layout]) -> pa.Table:
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
     for chunk, layout in sorted(found.items()):
         block = layout.block
-        of_chunk = {"chunk": chunk, "checksum": layout.checksum, "length": layout.length}
-        of_chunk |= {"samples": block.samples, "nbytes": block.nbytes}
         for name, column in block.columns.items():
             assert isinstance(column, BytesColumn)
-            of_field = {"field": name, "text": column.text, "ascii": column.ascii is not None}
-            of_field["in_chunk"] = column.buffer is IN_CHUNK
-            of_field["places"] = np.concatenate([column.starts, column.stops]).astype(np.int32)
-            of_field["data"] = np.frombuffer(column.buffer, np.uint8)
-            rows.append({**of_chunk, **of_field})
-    return pa.Table.from_pylist(rows, _SCHEMA)
+            row = {
+                "chunk": chunk,
+                "checksum": layout.checksum,
+                "length": layout.length,
+                "samples": block.samples,
+                "nbytes": block.nbytes,
+                "field": name,
+                "in_chunk": column.buffer is IN_CHUNK,
+                "text": column.text,
+                "ascii": column.ascii is not None,
+                "places": np.concatenate([column.starts, column.stops]),
+                "data": np.frombuffer(column.buffer, np.uint8),
+            }
+            for key, value in row.items():
+                rows[key].append(value)
+    return pa.Table.from_arrays([_wrap(rows[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
+
+
+def _wrap(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_string(kind):
+        return wrap_texts(values)
+    if pa.types.is_list(kind):
+        return wrap_lists(values, np.dtype(kind.value_type.to_pandas_dtype()))
+    return wrap_numbers(np.array(values, kind.to_pandas_dtype()))
 
 
 def _write(table: pa.Table) -> memoryview:

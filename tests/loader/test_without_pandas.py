@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.loader.arrow_arrays import find_nulls, view_numbers, wrap_numbers
+from penstock.loader.arrow_arrays import find_nulls, view_numbers, wrap_lists, wrap_numbers, wrap_texts
 
 READ = """
 import json, sys
@@ -94,6 +94,21 @@ def test_bools_and_nulls_are_those_that_arrow_gives() -> None:
         held = np.flatnonzero(~find_nulls(array))
         assert view_numbers(array)[held].tolist() == [array[int(n)].as_py() for n in held]
     assert view_numbers(pa.chunked_array([pa.array([True]), pa.array([False, True])])).tolist() == [True, False, True]
+
+
+def test_lists_texts_and_bools_are_those_that_were_wrapped() -> None:
+    lists = [np.arange(n) for n in (3, 0, 2)]
+    for given in (lists, []):
+        wrapped = wrap_lists(given, np.dtype(np.int32))
+        wrapped.validate(full=True)
+        assert wrapped.type.value_type == pa.int32()
+        assert wrapped.to_pylist() == [each.tolist() for each in given]
+    for texts in (["a", "", "öß"], []):
+        wrapped = wrap_texts(texts)
+        wrapped.validate(full=True)
+        assert wrapped.to_pylist() == texts
+    for bools in ([True, False, True] * 5, []):
+        assert wrap_numbers(np.array(bools, np.bool_)).to_pylist() == bools
 
 
 def test_values_that_are_no_numbers_are_refused() -> None:
