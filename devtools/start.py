@@ -13,9 +13,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -31,6 +31,9 @@ from .delayed import fill_bucket
 from .first_pass import Config as Data
 from .first_pass import pass_environment, write_data
 from .single_start import SEQ_LEN
+
+if TYPE_CHECKING:
+    from penstock.loader.formats.shard import ShardFormat
 
 Case = Literal["raw", "tokens", "rows"]
 
@@ -92,14 +95,15 @@ def measure_start(checkout: Path, case: str, url: str, options: dict[str, Any], 
 @contextmanager
 def _serve_data(config: Config, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The root that the data lie below, and the loader's options for it."""
-    whole = Data(before=Path())
-    sizes = {name: int(getattr(whole, name) * config.scale) for name in ("blobs", "sequences", "rows")}
-    write_data(folder, Data(before=Path(), cases=config.cases, **sizes))
+    whole = Data(before=Path(), cases=config.cases)
+    blobs, sequences, rows = (int(count * config.scale) for count in (whole.blobs, whole.sequences, whole.rows))
+    write_data(folder, replace(whole, blobs=blobs, sequences=sequences, rows=rows))
     if config.store == "local":
         yield str(folder), {}
         return
     with serve_s3(plain_http=True) as options:
-        formats = {case: TokensFormat(seq_len=SEQ_LEN) if case == "tokens" else None for case in config.cases}
+        tokens = TokensFormat(seq_len=SEQ_LEN)
+        formats: dict[str, ShardFormat | None] = {case: tokens if case == "tokens" else None for case in config.cases}
         bucket = f"{_BUCKET}-{os.getpid()}"
         fill_bucket(bucket, folder, formats, options)
         yield f"s3://{bucket}", {"storage_options": options}
