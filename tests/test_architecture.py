@@ -43,7 +43,7 @@ FLOORS = {
     "loader": (
         {"counters", "errors", "progress"},
         {"metrics"},
-        {"limits", "order"},
+        {"arrow_arrays", "limits", "order"},
         {"columns"},
         {"formats"},
         {"dataset"},
