@@ -72,8 +72,8 @@ def _rate_of_codec(asked: Decoding, device: torch.device) -> dict[str, float]:
     streams = [torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in encoded]
 
     def decode() -> int:
-        with codec.lane() as wait:
-            wait()
+        with codec.lane() as lane:
+            lane.wait()
             return len(codec.decode(streams))
 
     return _rate(decode, asked.seconds)

@@ -16,7 +16,7 @@ from photographs import photograph
 from PIL import Image
 
 from penstock.loader import DistributedDataLoader, ImageDecoder, pack
-from penstock.loader.decoding.images.device_codec import Wait
+from penstock.loader.decoding.images.device_codec import Lane
 
 PHOTOS = [photograph(name) for name in ("china.jpg", "flower.jpg")]
 SIZES = [(320, 240), (240, 320), (257, 201), (64, 48), (500, 375)]
@@ -73,16 +73,19 @@ class HostCodec:
         self.is_idle = False
 
     @contextmanager
-    def lane(self) -> Iterator[Wait]:
+    def lane(self) -> Iterator[Lane]:
         self.lanes += 1
         self.is_idle = True
         try:
-            yield self._wait
+            yield self
         finally:
             self.lanes -= 1
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         self.is_idle = True
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self.lanes, "decoding on no lane"

@@ -61,9 +61,7 @@ PARTS = {"pp": 2, "microbatches": 6}
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(
-            [{"tp": 2}, {"tp": 2, "zero": 3}, {"cp": 2}, {"cp": 2, "zero": 2}], marks=ON_CUDA, id="tp and cp"
-        ),
+        pytest.param([{"tp": 2}, {"tp": 2, "zero": 3}, {"cp": 2}, {"cp": 2, "zero": 2}], marks=ON_CUDA, id="tp and cp"),
         pytest.param(
             [PARTS, {**PARTS, "zero": 2}, {**PARTS, "schedule": "Interleaved1F1B"}, {**PARTS, "schedule": "DualPipeV"}],
             marks=ON_CUDA,
