@@ -191,6 +191,17 @@ def keep_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         kept = remaining
 
 
+def keep_shared(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that can be made one by one: without those of which a buffer is another module's outside, too."""
+    owners: dict[int, set[int]] = {}
+    inside = {id(module): id(block) for block in blocks for module in block.modules()}
+    for module in model.modules():
+        for one in module.buffers(recurse=False):
+            owners.setdefault(id(one), set()).add(inside.get(id(module), id(model)))
+    shared = {owner for found in owners.values() if len(found) > 1 for owner in found}
+    return [block for block in blocks if id(block) not in shared]
+
+
 def _collect_owners(
     module: nn.Module, owner: nn.Module, blocks: set[int], owners: dict[nn.Parameter, dict[int, nn.Module]]
 ) -> None:
