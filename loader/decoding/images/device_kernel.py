@@ -8,7 +8,6 @@ taps, and reads of neighbours meet in the cache. Positions and weights are those
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -21,7 +20,8 @@ _COLUMNS = tl.constexpr(len(COLUMNS))
 _TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: added, it rounds a float32 half to even
 
 
-def _resize_pixels(table: Any, out: Any, height: Any, width: Any, block: tl.constexpr) -> None:
+# Triton reads annotations as a part of the kernel, and knows none of Python's.
+def _resize_pixels(table, out, height, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute ``block`` pixels of (n, height, width, 3) uint8 ``out``; the columns of ``table`` are ``COLUMNS``."""
     entry = table + tl.program_id(0) * _COLUMNS
     source = tl.load(entry).to(tl.pointer_type(tl.uint8))
@@ -66,7 +66,7 @@ def _resize_pixels(table: Any, out: Any, height: Any, width: Any, block: tl.cons
     tl.store(to + 2, _round(blue / total).to(tl.uint8), mask=is_there)
 
 
-def _round_half_to_even(value: Any) -> Any:
+def _round_half_to_even(value):  # type: ignore[no-untyped-def]
     return tl.minimum(tl.maximum((value + _TO_INTEGER) - _TO_INTEGER, 0.0), 255.0)
 
 
