@@ -38,6 +38,10 @@ def print_case(case: Mapping[str, Any], screen: Console) -> None:
         first = f"{median_of(runs, 'first_batch_s'):.2f} s"
         table.add_row(loader, f"{rate:,.0f}", f"{rate / limit:.2f}", f"{waits:.1%}", f"{step_ms:,.1f} ms", first)
     screen.print(table)
+    for loader, runs in case["runs"].items():
+        if runs[0].get("mfu"):
+            tokens = f"{median_of(runs, 'tokens_per_s'):,.0f} tokens/s, " if runs[0]["tokens_per_s"] else ""
+            screen.print(f"{loader}: {tokens}MFU {median_of(runs, 'mfu'):.1%}", highlight=False)
     for loader, why in case["refused"].items():
         screen.print(f"not measured: {loader}: {why}", highlight=False, markup=False)
 
