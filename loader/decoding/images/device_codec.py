@@ -8,6 +8,7 @@ idle, and every lane is left idle.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
@@ -43,6 +44,14 @@ class DeviceCodec(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Enter to prepare images, one thread at a time.
+
+        That work holds the GIL and lets go of it often: of several threads each would wait for the next to wake up.
+        """
+        ...
 
     def lane(self) -> AbstractContextManager[Lane]:
         """Enter an idle lane, whose stream is the calling thread's current one. Waits for one to be free.
@@ -84,6 +93,7 @@ class TorchcodecCodec:
 
     def __init__(self, device: torch.device, decode_jpeg: Callable[..., Any]) -> None:
         self.device = device
+        self.turn = threading.Lock()
         self._decode_jpeg = decode_jpeg
         self._free: SimpleQueue[CudaLane] = SimpleQueue()
         for _ in range(_LANES):

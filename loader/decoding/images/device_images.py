@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,15 +86,29 @@ class DeviceImages(BatchValues):
         self._shape = decoder.shape
         self._planned: dict[int, _Planned] = {}
         self._on_host: dict[int, AnyArray] = {}
+        self._left: list[tuple[int, memoryview, ImagePlan | None, np.random.Generator | None]] = []  # for the CPU
+        self._failed: list[tuple[int, Exception]] = []
         self._pixels: torch.Tensor | None = None
         self._count = count
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """As of ``BatchValues``; at the end, what the CPU must decode is decoded, beside other threads."""
+        with self._codec.turn:
+            yield
+            left, self._left = self._left, []
+        for row, data, plan, rng in left:
+            try:
+                self._on_host[row] = self._decode_on_host(data, plan, rng)
+            except Exception as exc:  # noqa: BLE001 - the row's, which decode() returns
+                self._failed.append((row, self._explain(data, exc)))
 
     def prepare(self, row: int, data: memoryview, rng: np.random.Generator | None) -> None:
         try:
             plain = plain_jpeg(data)
             plan = None if plain is None else self._decoder.plan(data, rng)
             if plain is None or plan is None or not self._suits(plan):
-                self._on_host[row] = self._decode_on_host(data, plan, rng)
+                self._left.append((row, data, plan, rng))
             else:
                 self._planned[row] = _Planned(data, plan, plain.exif)
         except Exception as exc:
@@ -112,7 +127,7 @@ class DeviceImages(BatchValues):
         return out
 
     def decode(self, is_stopped: Callable[[], bool]) -> list[tuple[int, Exception]]:
-        failed: list[tuple[int, Exception]] = []
+        failed, self._failed = self._failed, []
         try:
             with self._codec.lane() as lane:
                 self._pixels = torch.empty((self._count, *self._shape), dtype=torch.uint8, device=self._codec.device)

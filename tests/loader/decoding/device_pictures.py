@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,7 @@ class HostCodec:
         self.largest = 0
         self.refused: set[tuple[int, int]] = set()  # heights and widths
         self.error: type[RuntimeError] = RuntimeError
+        self.turn = threading.Lock()
         self.lanes = 0
         self.is_idle = False
 
