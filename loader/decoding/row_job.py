@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # The overhead of a part is about a tenth: a thread's future and turns of the GIL, or a process's two messages.
 THREADS_LEAST_S, PROCESSES_LEAST_S = 3e-4, 2e-3
-_JOINT_PARTS = 2  # of rows that a device decodes: its threads take turns, and others only help what is left to the CPU
+_JOINT_PARTS = 1  # of rows that a device decodes: threads take turns to prepare them
 _SMOOTHING = 0.2
 _WAITS = 3.0  # times as long as all threads would wait for one another: then rows wait for something else
 

@@ -57,11 +57,13 @@ class _Planned:
 def _copy_together(planned: Sequence[_Planned], room: torch.Tensor) -> list[torch.Tensor]:
     """Copy the JPEGs, one behind the other, into memory of their bytes."""
     sizes = [len(one.data) for one in planned]
-    whole, at = room.numpy().data, 0
+    whole, at, streams = room.numpy(), 0, []
     for one, size in zip(planned, sizes, strict=True):
-        one.copy_into(whole[at : at + size])
+        part = whole[at : at + size]
+        one.copy_into(part.data)
+        streams.append(torch.from_numpy(part))
         at += size
-    return list(torch.split(room, sizes))
+    return streams
 
 
 class DeviceImages(BatchValues):
@@ -171,7 +173,6 @@ class DeviceImages(BatchValues):
     def _decode_group(self, rows: list[int], lane: Lane) -> list[tuple[int, Exception]]:
         planned = [self._planned[row] for row in rows]
         streams = _copy_together(planned, lane.host_memory(sum(len(one.data) for one in planned)))
-        lane.wait()  # see device_codec: queued kernels may still read memory that the images are about to get
         try:
             images = self._codec.decode(streams)
         except _FATAL:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .device_resize import COLUMNS, Cut, make_table, on_device
 
-_BLOCK = 256  # pixels of a program
+_BLOCK, _WARPS = 256, 8  # pixels, and groups of 32 threads, of a program
 _COLUMNS = tl.constexpr(len(COLUMNS))
 _TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2**23: added, it rounds a float32 half to even
 
@@ -78,4 +78,6 @@ def resize_together(cuts: Sequence[Cut], pixels: torch.Tensor) -> None:
     """Resize by one kernel. See ``Resize`` of ``device_resize``."""
     _, height, width, _ = pixels.shape
     table = on_device(make_table(cuts), pixels.device)
-    _resize_kernel[len(cuts), triton.cdiv(height * width, _BLOCK)](table, pixels, height, width, block=_BLOCK)
+    _resize_kernel[len(cuts), triton.cdiv(height * width, _BLOCK)](
+        table, pixels, height, width, block=_BLOCK, num_warps=_WARPS
+    )
