@@ -14,7 +14,8 @@ import torch
 
 from ...errors import ConfigError, DecodeError, MemoryLimitError
 from ..values import BatchValues
-from .device_resize import Cut, choose_resize, place
+from .device_cuts import Cut
+from .device_resize import choose_resize, place
 from .jpeg_stream import plain_jpeg
 
 if TYPE_CHECKING:

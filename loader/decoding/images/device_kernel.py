@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device_resize import COLUMNS, Cut, make_table, on_device
+from .device_cuts import COLUMNS, Cut, make_table, on_device
 
 _BLOCK, _WARPS = 256, 8  # pixels, and groups of 32 threads, of a program
 _COLUMNS = tl.constexpr(len(COLUMNS))

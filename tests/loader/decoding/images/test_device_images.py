@@ -13,15 +13,9 @@ import torch
 from device_pictures import RANDOM, batches, encode, load, photo, psnr, turned
 
 from penstock.loader.decoding.images import device_images
+from penstock.loader.decoding.images.device_cuts import COLUMNS, Cut, make_table
 from penstock.loader.decoding.images.device_images import DeviceFallbackWarning
-from penstock.loader.decoding.images.device_resize import (
-    COLUMNS,
-    Cut,
-    SlowResizeWarning,
-    choose_resize,
-    make_table,
-    resize_each,
-)
+from penstock.loader.decoding.images.device_resize import SlowResizeWarning, choose_resize, resize_each
 from penstock.loader.decoding.images.images import ImagePlan
 from penstock.loader.decoding.images.jpeg_stream import plain_jpeg
 from penstock.loader.decoding.images.regions import Region
