@@ -57,6 +57,13 @@ def print_decoding(result: Mapping[str, Any], screen: Console) -> None:
         if way in result:
             rate, cpu = result[way]["images_per_s"], result[way]["cpu_us_per_image"]
             screen.print(f"images decoded {name}: {rate:,.0f}/s, {cpu:,.0f} us of CPU an image", highlight=False)
+    if "resize" in result:
+        took = result["resize"]
+        screen.print(
+            f"{took['images']} images cut and resized: {took['chosen']:.2f} ms, by torch's operations "
+            f"{took['each']:.2f} ms",
+            highlight=False,
+        )
     if "refused" in result:
         screen.print(f"not decoded on the device: {result['refused']}", highlight=False, markup=False)
 

@@ -94,8 +94,10 @@ def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
     monkeypatch.setattr(device_codec, "open_codec", lambda device: Codec())
     monkeypatch.setattr(decoding, "_BARE_IMAGES", 4)
     rates = run_decoding(asked)
-    assert rates.keys() == {"cpu", "threads", "device", "bare"}
-    assert all(rate["images_per_s"] > 0 for rate in rates.values())
+    assert rates.keys() == {"cpu", "threads", "device", "bare", "resize"}
+    assert rates["resize"]["images"] == 4
+    assert min(rates["resize"].values()) > 0
+    assert all(rates[way]["images_per_s"] > 0 for way in ("cpu", "threads", "device", "bare"))
     screen = Console(record=True, width=120)
     print_decoding(rates, screen)
     print_decoding(told, screen)

@@ -1,8 +1,8 @@
 """JPEGs to pixels on a CUDA device: the interface of batch decoders, and the one that torchcodec brings.
 
 nvJPEG's hardware engine does not wait for kernels queued on the stream that it is given: it may write into memory that
-these still read (meta-pytorch/torchcodec#1634). So ``decode`` first waits until the lane is idle, as torchcodec 0.17
-does itself, and every lane is left idle.
+these still read (meta-pytorch/torchcodec#1634). So callers of ``decode`` first wait until the lane is
+idle, and every lane is left idle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from .device_resize import choose_resize
 
 # One decodes while others copy JPEGs, or resize images: each of their calls may have to wait for the GIL.
-_LANES = 3
+_LANES = 4
 _PROBE_SIDE, _PROBE_GREY = 32, 100
 _INSTALL = "pip install 'penstock[images-cuda]'"
 
@@ -63,8 +63,6 @@ class DeviceCodec(Protocol):
 
     def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Decode JPEGs in 1-D uint8 tensors in host memory to (3, height, width) uint8 RGB images on the device.
-
-        What was queued on the lane's stream before is done by then.
 
         Raises:
             RuntimeError: one of them cannot be decoded, and so none is.

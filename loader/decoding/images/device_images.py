@@ -174,6 +174,7 @@ class DeviceImages(BatchValues):
     def _decode_group(self, rows: list[int], lane: Lane) -> list[tuple[int, Exception]]:
         planned = [self._planned[row] for row in rows]
         streams = _copy_together(planned, lane.host_memory(sum(len(one.data) for one in planned)))
+        lane.wait()  # see device_codec: queued kernels may still read memory that the images are about to get
         try:
             images = self._codec.decode(streams)
         except _FATAL:

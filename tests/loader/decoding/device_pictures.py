@@ -72,23 +72,27 @@ class HostCodec:
         self.error: type[RuntimeError] = RuntimeError
         self.turn = threading.Lock()
         self.lanes = 0
+        self.is_idle = False
 
     @contextmanager
     def lane(self) -> Iterator[Lane]:
         self.lanes += 1
+        self.is_idle = True
         try:
             yield self
         finally:
             self.lanes -= 1
 
     def wait(self) -> None:
-        pass
+        self.is_idle = True
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self.lanes, "decoding on no lane"
+        assert self.is_idle, "decoding while work is queued, which nvJPEG's engine would not wait for"
+        self.is_idle = False
         self.calls.append(len(streams))
         images = []
         for stream in streams:
