@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, cast
 import torch
 
 from ..storage.observability.timeline import Timeline, write_chrome_trace
-from .config.checks import LastBatch, SampleWeights, check_at_least
+from .config.checks import LastBatch, PlaceChoice, SampleWeights, check_at_least
 from .config.foreign import refuse_foreign
 from .config.loader_config import LoaderConfig
 from .counters import Counters
@@ -166,6 +166,7 @@ class DistributedDataLoader(Generic[BatchT]):
         read_ahead: int | str = "auto",
         autotune: bool | Literal["auto"] = "auto",
         processes: int | Literal["auto"] = "auto",
+        place: PlaceChoice = "auto",
         memory_limit: int | str = "auto",
         cache_dir: str | PathLike[str] | None = None,
         cache_limit: int | str | None = None,
@@ -217,6 +218,7 @@ class DistributedDataLoader(Generic[BatchT]):
             read_ahead=read_ahead,
             autotune=autotune,
             processes=processes,
+            place=place,
             memory_limit=memory_limit,
             cache_dir=cache_dir,
             cache_limit=cache_limit,
