@@ -119,7 +119,7 @@ class LoaderConfig:
     read_ahead: int | str = "auto"
     autotune: bool | Literal["auto"] = "auto"
     processes: int | Literal["auto"] = "auto"
-    place: PlaceChoice = "auto"
+    place: PlaceChoice = "threads"
     memory_limit: int | str = "auto"
     cache_dir: str | PathLike[str] | None = None
     cache_limit: int | str | None = None

@@ -20,9 +20,9 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from ..config.loader_config import LoaderConfig
     from ..decoding.workers.main import Code
-    from ..sources.sources import Sources
+    from ..sources.sources import OpenSource, Sources
 
-_LEAST_CORES = 4  # of a rank: the loop's own, and some for the process
+_LEAST_CORES = 2  # of a rank: the loop's own, and one for the process
 _OF_THIS_PROCESS = ("mem://", "memory://")
 
 
@@ -46,14 +46,11 @@ class Place:
 def choose_place(config: LoaderConfig, sources: Sources) -> Place:
     """Choose where the pipeline runs.
 
-    "auto" chooses a process for images that nothing but this package's own functions work on: users' functions may
-    rely on what they share with the training loop.
-
     Raises:
         ConfigError: a process is asked for, and cannot do the work; says why.
     """
     if config.place == "threads":
-        return Place("as given")
+        return Place("place='threads'")
     if config.place == "auto":
         reason = next(_reasons_for_threads(config, sources), None)
         if reason is not None:
@@ -62,7 +59,7 @@ def choose_place(config: LoaderConfig, sources: Sources) -> Place:
     if obstacle is None:
         work = _make_work(config, sources)
         try:
-            reason = "as given" if config.place == "process" else "'auto': images, and cores to spare"
+            reason = "as given" if config.place == "process" else "'auto': images or functions, and a core to spare"
             return Place(reason, pickle.dumps(work, pickle.HIGHEST_PROTOCOL), work.digest)
         except Exception as exc:  # noqa: BLE001 - whatever pickling raises
             obstacle = _name_unsendable(work.config, exc)
@@ -72,24 +69,21 @@ def choose_place(config: LoaderConfig, sources: Sources) -> Place:
 
 
 def _reasons_for_threads(config: LoaderConfig, sources: Sources) -> Iterator[str]:
-    tuning = config.tuning
-    if tuning.cores < _LEAST_CORES:
-        yield f"a rank has {tuning.cores} of the cores, and a process pays from {_LEAST_CORES} on"
-    if not tuning.is_free:
-        yield "threads=, processes= or autotune=False is given"
-    for source in sources:
-        options = source.options
-        if options.transform is not None or config.collate is not None or options.keep is not None:
-            yield "functions of yours may share something with the training loop"
-        choice = options.decode
-        if isinstance(choice, Mapping):
-            if not all(decoder is None or getattr(decoder, "is_image", False) for decoder in choice.values()):
-                yield "functions of yours may share something with the training loop"
-            has_images = any(decoder is not None for decoder in choice.values())
-        else:
-            has_images = choice == "auto" and any(name.rpartition(".")[2] in IMAGE_EXTENSIONS for name in source.fields)
-        if not has_images:
-            yield "there are no images to decode"
+    """Yield why a process would gain nothing: threads do what is left without holding the GIL for long."""
+    cores = config.tuning.cores
+    if cores < _LEAST_CORES:
+        yield f"a rank has {cores} of the machine's cores, and a process needs one beside the loop's"
+    if config.collate is None and not any(map(_works_on_samples, sources)):
+        yield "no images are decoded, and no functions of yours work on samples"
+
+
+def _works_on_samples(source: OpenSource) -> bool:
+    choice = source.options.decode
+    if source.options.transform is not None:
+        return True
+    if isinstance(choice, Mapping):
+        return any(decoder is not None for decoder in choice.values())
+    return choice == "auto" and any(name.rpartition(".")[2] in IMAGE_EXTENSIONS for name in source.fields)
 
 
 def _obstacles(config: LoaderConfig, sources: Sources) -> Iterator[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...columns import AnyArray
 
 _SPARE = 4  # slots that are not lent: one that waits, and some to fill meanwhile
-_MOST = 64
+_LEAST, _MOST = 8, 64  # whatever memory they take: the loop has one or two, and three may be on their way to a device
 _LEAST_BYTES = 64 << 10
 _SLACK = 8  # an eighth more than was asked for: the next batch may be a little larger
 
@@ -59,7 +59,7 @@ class Slot:
 class Slots:
     """The slots of one loader in the training process, where the loop's thread alone uses them.
 
-    ``most_bytes`` are those that the slots may have together; four are made in any case.
+    ``most_bytes`` are those that the slots may have together; eight are made in any case.
     """
 
     def __init__(self, most_bytes: int, prepare: Callable[[AnyArray, mmap.mmap], None]) -> None:
@@ -94,7 +94,7 @@ class Slots:
     def _may_grow(self) -> bool:
         count = len(self._slots)
         mean = sum(slot.nbytes for slot in self._slots.values()) / max(1, count)
-        return count < _SPARE or (count < _MOST and (count + 1) * mean <= self._most_bytes)
+        return count < _LEAST or (count < _MOST and (count + 1) * mean <= self._most_bytes)
 
     def find_free(self) -> list[int]:
         """Find the slots that are not lent, whatever an interrupt left undone before."""
