@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..pipeline.pipeline import Pipeline
 
 _REPORT_S = 0.05
+_PATIENCE_S = 0.5  # for a batch that is being made when the pipeline ends
 _MOST_WARNINGS = 100
 _BY_THE_LOOP = ("batches", "samples", "first_batch_s", "consumer_wait_s", "consumer_busy_s")  # counts them itself
 
@@ -91,6 +92,7 @@ class Server:
         self._sender: Thread | None = None
         self._timeline: Timeline | None = None
         self._changing = threading.Lock()
+        self._filling = threading.Lock()  # held while a slot is filled, and before the other
         warnings.simplefilter("default")
         warnings.showwarning = self._keep_warning  # type: ignore[assignment]
         Thread(target=self._take_slots, name="penstock-slots").start()
@@ -124,7 +126,7 @@ class Server:
         if share != sampler.share:
             sampler.schedule.set_share(share, (request.epoch, request.position))
         start = Start(order=sampler.order, share=share, epoch=request.epoch, position=request.position)
-        with self._changing:
+        with self._filling, self._changing:
             self._generation, self._sent = begin.generation, 0
             self._free = queue.SimpleQueue()
             for number in begin.slots:
@@ -139,11 +141,13 @@ class Server:
 
     def _end(self) -> None:
         pipeline, sender = self._run.resources.pipeline, self._sender
-        self._free.put(None)
+        with self._filling:  # a sender that is kept by a function of the user's fills no slot when that is over
+            ended, self._free = self._free, queue.SimpleQueue()
+        ended.put(None)
         if pipeline is not None:
             pipeline.stop()
         if sender is not None:
-            sender.join()
+            sender.join(_PATIENCE_S)
         self._run.resources.stop_pipeline()
         self._sender = None
 
@@ -190,13 +194,15 @@ class Server:
                 if isinstance(exc, LoaderClosedError) and pipeline.is_stopped:
                     return
                 frame, kind = Frame((describe_failure(exc), self._take_warnings()), None), FAILED
-            slot = self._slots[number]
-            memory = slot.fit(frame.nbytes)
-            frame.write(memory)
-            self._sent += 1
-            self._report()
-            with suppress(OSError):  # the other end is closed, and this process ends
-                self._feed.send(MESSAGE.pack(kind, self._generation, number, slot.nbytes, frame.nbytes))
+            with self._filling:
+                if free is not self._free:
+                    return
+                slot = self._slots[number]
+                frame.write(slot.fit(frame.nbytes))
+                self._sent += 1
+                self._report()
+                with suppress(OSError):  # the other end is closed, and this process ends
+                    self._feed.send(MESSAGE.pack(kind, self._generation, number, slot.nbytes, frame.nbytes))
             if kind == FAILED:
                 return
             del item, frame  # while this waits for another it keeps no batch

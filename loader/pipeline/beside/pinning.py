@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,6 +53,7 @@ class PinnedSlots:
 
     def __init__(self, locks: Locks | None) -> None:
         self._locks = locks
+        self._process = os.getpid()
         self._places: list[tuple[int, int]] = []  # where locked slots begin and end, in order
 
     def prepare(self, memory: AnyArray, pages: mmap.mmap) -> None:
@@ -68,7 +70,7 @@ class PinnedSlots:
 
     def _forget(self, place: tuple[int, int]) -> None:
         self._places = [other for other in self._places if other != place]
-        if self._locks is not None:
+        if self._locks is not None and self._process == os.getpid():  # a forked child has no part in it
             self._locks.unlock(place[0])
 
     def are_pinned(self, address: int, nbytes: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import pickle
 import select
 import socket
+import subprocess
 import threading
 import warnings
 from collections.abc import Callable
@@ -167,7 +168,7 @@ class LoaderProcess:
                 feed.close()
             try:
                 worker.process.wait(_ENDING_S)
-            except Exception:  # noqa: BLE001 - it took too long
+            except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
         if board is not None:
