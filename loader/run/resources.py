@@ -82,9 +82,10 @@ class Resources:
         """Measure how full everything is now; any thread may ask, and after ``close``. Raises ForkedLoaderError."""
         pipeline = self.running()
         levels = Levels() if pipeline is None else pipeline.levels()
-        if self.process is not None:
-            self.process.count()
-            levels = replace(levels, loader_process=self.process.pid)
+        process = self.process
+        if process is not None:
+            process.count()
+            levels = replace(levels, loader_process=process.pid)
         running, limit = count_running(self.store)
         taken = resident_bytes() or 0
         return replace(levels, running_requests=running, request_limit=limit, process_bytes=taken)

@@ -192,8 +192,11 @@ class LoaderProcess:
         """Begin a pipeline in the process, and return its number. Raises what it raised there."""
         with self._calling:
             self._slots.limit(most_bytes)
-            self._generation += 1
+            # Each slot once: what is free is named in the call, and not in a message that the other end may read later;
+            # what is new is either named in the call, or free when it arrives.
             self._give_back()
+            self._generation += 1
+            self._add()
             begin = Begin(
                 generation=self._generation,
                 request=request,
@@ -272,6 +275,7 @@ class LoaderProcess:
 
     def _look(self, patience_ms: int) -> tuple[int, ...] | None:
         self._give_back()
+        self._add()
         worker, feed = self._worker, self._feed
         if worker is None or feed is None:
             raise LoaderClosedError("the loader was closed while it waited for a batch")
@@ -313,9 +317,12 @@ class LoaderProcess:
         return about, batch
 
     def _give_back(self) -> None:
-        """Give slots back that nothing refers to, and new ones where too many are lent."""
+        """Give slots back that nothing refers to."""
         for slot in self._slots.settle():
             self._send(GONE if slot.is_retired else FREE, slot.number)
+
+    def _add(self) -> None:
+        """Add slots where too many are lent."""
         try:
             for slot in self._slots.add():
                 self._send_new(slot)

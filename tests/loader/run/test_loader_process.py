@@ -232,8 +232,10 @@ def test_batches_that_are_kept_stay_as_they_were_while_later_ones_grow(tars):
     options = {"transform": row_functions.grow, "batch_size": 4, "shuffle": False, "memory_limit": "64MiB"}
     with open_loader(tars, **options) as loader:
         kept = [batch for _ in range(3) for batch in loader]
+        kept += [next(iter(loader)) for _ in range(12)]  # each is left after a batch, with others on their way
     with open_loader(tars, "threads", **options) as loader:
         expected = [batch for _ in range(3) for batch in loader]
+        expected += [next(iter(loader)) for _ in range(12)]
     for one, other in zip(kept, expected, strict=True):
         assert_equal(one, other)
         one["number"].add_(1)
