@@ -13,13 +13,14 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray test quick lint docs bench gpu clean servers
+.PHONY: help demo demo-ray test quick full lint docs bench gpu clean servers
 
 help:
 	@echo 'make demo             train on 3 ranks, kill one, resume on 2, audit every delivery (about a minute)'
 	@echo 'make demo STORE=s3    the same, with the shards on a real S3 server; or STORE=s3://bucket/prefix'
 	@echo 'make demo-ray         train on Ray over two shards, kill a worker, a shard and the coordinator, audit every batch'
-	@echo 'make test             install what the tests need, and run them all; ARGS="-k resume" goes to pytest'
+	@echo 'make test             install what the tests need, and run them; ARGS="-k resume" goes to pytest'
+	@echo 'make full             the tests that make test leaves out: whole matrices, many kills, other frameworks, tools'
 	@echo 'make quick            only the tests that start no server and no ranks, and kill nothing'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
 	@echo 'make docs             build the documentation site into build/site; bad links and missing docstrings fail'
@@ -40,7 +41,11 @@ PARALLEL := -n auto --maxprocesses=8 --dist loadfile
 # take the cores from each other; in the order of tests/conftest.py, long files first. 5: none was selected.
 test: $(VENV)/.test servers
 	$(PYTEST) $(PARALLEL) -m 'not slow' $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'slow and not full' $(ARGS) || [ $$? = 5 ]
+
+# What `make test` leaves out: whole matrices of slow cases, soaks, kills at every point.
+full: $(VENV)/.test servers
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m full $(ARGS)
 
 quick: $(VENV)/.test
 	$(PYTEST) $(PARALLEL) -m 'not slow and not gpu' --hypothesis-profile=quick $(ARGS)

@@ -55,7 +55,8 @@ REPLICATED = ("lm", "resnet", "embeddings")
 
 LAYOUTS = ("", "tp=2", "cp=2", "tp=2,cp=2", "pp=2", "pp=2,tp=2", "ep=2", "ep=2,tp=2", "ep=2,cp=2")
 BOUNDS = {"fp32": 2e-6, "fp64": 1e-13}
-_EACH = 6
+_EACH = 6  # combinations of a process
+_PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "devtools.equality"]
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -242,17 +243,21 @@ def _run_rank(rank: int, combinations: Sequence[Combination], folder: str, end: 
 def run_all(combinations: Sequence[Combination]) -> Iterator[tuple[Combination, Found]]:
     """Train and compare each combination, on ranks that are processes of this machine.
 
-    Each process takes part in a few: gloo's threads of groups, of which a layout has a dozen, outlive them.
+    Each process takes part in a few, in one where replicas lie on several ranks: DTensor's caches keep the meshes of
+    worlds that have ended, by names of groups, which come again.
 
     Raises:
         RuntimeError: a rank failed; the message has its stack.
     """
-    for start in range(0, len(combinations), _EACH):
-        yield from _run_some(combinations[start : start + _EACH])
+    for layout, ones in itertools.groupby(combinations, key=lambda one: one.layout):
+        together, each = list(ones), 1 if layout else _EACH
+        for start in range(0, len(together), each):
+            yield from _run_some(together[start : start + each])
 
 
 def _run_some(combinations: Sequence[Combination]) -> Iterator[tuple[Combination, Found]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(max(one.ranks for one in combinations)):

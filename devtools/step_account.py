@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.trainer.parallel.model import ParallelModel
+from penstock.trainer.parallel.pipeline.passes import list_groups
 
 OTHER = "other"
 """In place of a dimension: sums of losses and norms, in fp64 or whole numbers, and what goes over no known group."""
@@ -208,7 +209,7 @@ def _name_groups(parallel: ParallelModel) -> dict[str, str]:
 def _groups_of(parallel: ParallelModel) -> Iterator[Any]:
     for module in parallel.inner.modules():
         if isinstance(module, FSDPModule):
-            yield from module._get_fsdp_state()._fsdp_param_groups
+            yield from list_groups(module._get_fsdp_state())
 
 
 def _local(tensor: Tensor) -> Tensor:

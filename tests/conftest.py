@@ -1,4 +1,4 @@
-"""What tests of every room share: the two tiers, a real S3 server."""
+"""What tests of every room share: the three tiers, a real S3 server."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 from uuid import uuid4
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -41,13 +42,14 @@ for _number, _handler in (
 
 # Shared machines stall now and then: an example is judged by its result, a hanging test by its time-out.
 settings.register_profile("penstock", deadline=None)
-QUICK_EXAMPLES = 10
+QUICK_EXAMPLES, LONG_LIST = 10, 6
 settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES)
 settings.load_profile("penstock")
 
 # What makes a test slow: a server, ranks of its own, a kill, in the test or in a function of its file that it calls.
 # One that takes a second, or a third of a second of a core, is marked by hand. `make quick` leaves slow tests out;
-# `make test` runs them last, two at a time, so that they do not take the cores from each other.
+# `make test` runs them last, two at a time, so that they do not take the cores from each other, and leaves those marked
+# full to `make full`: soaks, kills at every point, and of slow products of parameters two cases in three.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}
 SLOW_PARAMETERS = re.compile(r"nginx|http \(|python_url")
 SLOW_CALLS = {"Ranks", "run_ranks", "start_ranks", "start_demo", "started_process", "kill", "killpg"}
@@ -93,11 +95,15 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_quick = config.getoption("--hypothesis-profile") == "quick"
-    left_out = set(find_left_out(items)) if is_quick else set()
+    left_out = set(find_left_out(items, long_list=LONG_LIST if is_quick else None))
     for item in items:
         if is_quick and isinstance(item, pytest.Function):
             take_few_examples(item.function)
-        if item in left_out or is_slow(item):
+        if is_slow(item) or item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.slow)
+        if item in left_out and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.full)
+        elif item in left_out and is_quick:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES))
 
@@ -121,8 +127,10 @@ def take_few_examples(function: Any) -> None:
         function._hypothesis_internal_use_settings = settings(own, max_examples=QUICK_EXAMPLES)
 
 
-def find_left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Find the cases that `make quick` leaves out: of ``sampled(n)`` all but each n-th, of products two in three.
+def find_left_out(items: list[pytest.Item], *, long_list: int | None = None) -> Iterator[pytest.Item]:
+    """Find the cases that `make quick` leaves out, and of slow tests `make test`: products are taken in part.
+
+    These are of ``sampled(n)`` all but each n-th, of products two in three, and so of lists of ``long_list`` or more.
 
     Of a product of parameters it takes the cases whose indices add up to a multiple of n, so that each value is in one.
     """
@@ -134,18 +142,23 @@ def find_left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for item, at in places.items():
         marker = item.get_closest_marker("sampled")
         second = sorted(sizes[item.path, item.originalname])[-2:-1]
-        every = marker.args[0] if marker else min(3, *second) if second else 1
+        is_long = long_list is not None and len(at) == 1 and sizes[item.path, item.originalname][0] >= long_list
+        every = marker.args[0] if marker else min(3, *second) if second else 3 if is_long else 1
         if sum(at) % every:
             yield item
 
 
 def places_of(item: pytest.Function) -> list[int]:
-    """The indices of a case's values in the lists of its ``parametrize`` marks."""
+    """The indices of a case's values in the lists of its ``parametrize`` marks, or else of its fixtures.
+
+    Those of a fixture are counted from another one for each test, so that all stores or formats have their turn.
+    """
     if not hasattr(item, "callspec"):
         return []
     lists = (mark.args[0] for mark in item.iter_markers("parametrize"))
     firsts = [names.split(",")[0].strip() if isinstance(names, str) else names[0] for names in lists]
-    return [item.callspec.indices[name] for name in firsts]
+    found = [item.callspec.indices[name] for name in firsts]
+    return found or [index + crc32(item.originalname.encode()) % 3 for index in item.callspec.indices.values()]
 
 
 def is_slow(item: pytest.Item) -> bool:

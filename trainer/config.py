@@ -209,11 +209,6 @@ class TrainerConfig:
                     f"several; {cure}, or leave parallel.{key.split('=')[0].removeprefix('parallel.')} out"
                 )
 
-        if self.parallel.pp > 1 and self.init_from is not None:
-            raise TrainerConfigError(
-                f"init_from={self.init_from!r} loads a whole model, and with parallel.pp={self.parallel.pp} ranks have "
-                "stages; start with parallel.pp=1, save a checkpoint, and resume that with stages"
-            )
         if self.parallel.cp > 1 and self.compile.enabled:
             raise TrainerConfigError(
                 f"compile.enabled=True compiles attention as it is, and parallel.cp={self.parallel.cp} has it see the "

@@ -158,7 +158,7 @@ def run_tool(*arguments: str, cache: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_every_peer_delivers_every_sample_once_and_is_measured(tmp_path: Path) -> None:
     """A sample has a field of each kind: numbers, text, a vector, bytes, and one of two kinds of image."""

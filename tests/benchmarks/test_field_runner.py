@@ -258,7 +258,7 @@ def test_an_endpoint_that_is_gone_is_an_error_in_words(monkeypatch: pytest.Monke
                 places.options_of(store)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_on_one_core_the_command_measures_and_leaves_report_and_page(tmp_path: Path) -> None:
     command = [

@@ -131,6 +131,7 @@ def test_a_job_that_is_stopped_saves_and_is_requeued_and_each_sample_comes_exact
     assert [account.replayed for account in audit(tmp_path / "audit").epochs] == [0] * EPOCHS
 
 
+@pytest.mark.full
 def test_a_job_that_loses_a_node_is_requeued_and_ends_on_the_other_one(cluster: Cluster, tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", samples=SAMPLES)
     job = Job(cluster, tmp_path, TORCHRUN, "--trainer.checkpoint.every_steps=5", nodes="1-2")

@@ -27,7 +27,7 @@ def find_case(name: str) -> HostCase:
 
 
 @needs_hosts
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["host-cut", "host-power-first"])
 def test_a_host_that_is_cut_off_ends_the_ranks_of_all_hosts_with_its_name_and_the_job_goes_on_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -41,7 +41,7 @@ def test_the_image_model_is_resnet_50() -> None:
         assert sum(one.numel() for one in make_resnet50().parameters()) == 25_557_032
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_loaders_take_turns_in_one_loop_and_leave_json_and_a_plot(tmp_path: Path) -> None:
     screen = Console(record=True, width=120)
     config = GpuConfig(
@@ -62,7 +62,7 @@ def test_loaders_take_turns_in_one_loop_and_leave_json_and_a_plot(tmp_path: Path
     assert (tmp_path / "results" / "gpu.png").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +93,7 @@ def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
     assert "images decoded on the device: " in screen.export_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_loops_launches_are_timed_beside_what_feeds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(make_case(CASES["images"], tmp_path, 0.001))
     monkeypatch.setattr(interference, "_WARM_S", 0.0)

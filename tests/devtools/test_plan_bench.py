@@ -23,7 +23,7 @@ def compare_all(world: World, folder: str, layouts: Sequence[str]) -> list[Row |
     return [compare(Case(layout=one, size="small"), world, f"{folder}/{number}") for number, one in enumerate(layouts)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_send_what_the_planner_says_byte_by_byte(tmp_path: Path, ranks: int) -> None:
     rows: list[Row] = run_ranks(compare_all, ranks, str(tmp_path), LAYOUTS[ranks], timeout_s=290)[0]

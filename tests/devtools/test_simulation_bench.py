@@ -9,6 +9,7 @@ import pytest
 from devtools import simulation
 
 
+@pytest.mark.full
 @pytest.mark.s3
 def test_a_simulated_job_that_waits_for_its_store_is_near_the_real_one(
     s3_endpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch

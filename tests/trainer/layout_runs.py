@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pipeline_cases import CASES, Batch, Case
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from penstock.trainer import DistributedTrainer, Evaluation, TrainerConfig, World
+from penstock.trainer import CheckpointError, DistributedTrainer, Evaluation, TrainerConfig, World
 from penstock.trainer.options import build_config
 from penstock.trainer.parallel.config import open_mesh
 from penstock.trainer.steps.microbatches import cut_batch
@@ -73,10 +74,17 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train_alone(
-    case: Case, *, parts: int, accumulate: int = 1, clip: float | None = None
+    case: Case,
+    *,
+    parts: int,
+    accumulate: int = 1,
+    clip: float | None = None,
+    start: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and buffers, and the losses of each step and of an evaluation, of a loop over parts of batches."""
     model = case.model()
+    if start is not None:
+        model.load_state_dict(start)
     optimizer = make_optimizer(model.parameters())
     losses = []
     for step in range(STEPS):
@@ -153,6 +161,44 @@ def train_spread(
     return {name: one for state in everywhere for name, one in state.items()}, notes.losses, notes.names
 
 
+def start_with_weights(world: World, folder: str, layout: Mapping[str, Any]) -> list[str]:
+    """The differences from one process, in words, of stages that start with the weights of a file.
+
+    A file of tied weights may have any of their names, or all, if they agree.
+    """
+    wrong = []
+    alone = {name: CASES[name].make().state_dict() for name in ("llama", "tied llama", "convolutions")}
+    head, rows = "lm_head.weight", "model.embed_tokens.weight"
+    tied, untied = alone["tied llama"], alone["llama"]
+    files = {
+        "all": ("llama", untied, untied),
+        "batch norms": ("convolutions", alone["convolutions"], alone["convolutions"]),
+        "the first name": ("tied llama", {name: one for name, one in tied.items() if name != head}, tied),
+        "the last stage's name": ("tied llama", {name: one for name, one in tied.items() if name != rows}, tied),
+        "both names": ("tied llama", tied, tied),
+        "names that differ": ("tied llama", {**tied, head: tied[head] + 1}, None),
+        "names that lack": ("llama", {name: one for name, one in untied.items() if name != head}, None),
+        "too many names": ("llama", {**untied, "more": untied[head]}, None),
+    }
+    for label, (name, tensors, start) in files.items():
+        path = f"{folder}/{label}.safetensors"
+        if world.is_first:
+            save_file({key: one.clone() for key, one in tensors.items()}, path)
+        dist.barrier()
+        try:
+            found, losses, _ = train_spread(world, CASES[name], layout, init_from=path)
+        except CheckpointError as exc:
+            wrong.append(f"{label}: {exc}")
+            continue
+        replicas = world.world_size // (layout["pp"] * layout.get("tp", 1))
+        expected, right = train_alone(CASES[name], parts=replicas * layout["microbatches"], start=start)
+        wrong += differences(label, found, expected)
+        if world.is_first:
+            off = max(abs(one - other) for one, other in zip(losses, right, strict=True))
+            wrong += [f"{label}: losses differ by {off:.1e}"] if off > BOUND else []
+    return wrong
+
+
 def compare_layouts(world: World, cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """The differences from one process, in words, of cases of a model, a layout, and steps."""
     wrong = []
@@ -183,7 +229,7 @@ def resume_across(world: World, model: str, layouts: Sequence[Mapping[str, Any]]
     found: dict[str, Tensor] = {}
     names: list[str] = []
     for at, layout in enumerate(layouts, start=1):
-        options = {
+        options: dict[str, Any] = {
             "steps": STEPS * at // len(layouts),
             "output_dir": folder,
             "checkpoint": {"every_steps": 100, "folder": "checkpoints"},
@@ -202,19 +248,20 @@ def die_in_a_step(
     folder: str,
     layout: Mapping[str, Any] = {"pp": 2, "microbatches": 4},
     model: str = "perceptron",
+    dying: int = 1,
 ) -> None:
-    """Train in stages, of which rank 1's process ends in its third step."""
+    """Train in stages, of which one rank's process ends in its third step."""
     case = CASES[model]
     steps = []
 
     def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
         steps.append(1)
-        if world.rank == 1 and len(steps) > 10:
+        if world.rank == dying and len(steps) > 10:
             os.kill(os.getpid(), signal.SIGKILL)
         return case.loss(model, batch)
 
     options: dict[str, Any] = {
-        "stall_timeout_s": 8.0,
+        "stall_timeout_s": 8.0 if world.world_size < 8 else 60.0,  # in which eight ranks must come to their first step
         "output_dir": folder,
         "checkpoint": {"every_steps": 1, "background": False, "folder": "checkpoints"},
         "ema": {"decay": 0.5},

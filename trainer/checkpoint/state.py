@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
@@ -119,7 +119,7 @@ def restore_state(
     names = [list(group["params"]) for group in described["param_groups"]]
     described["param_groups"] = [{**group.settings, "params": own} for group, own in zip(groups, names, strict=True)]
     unpack_extra_state(model_state)
-    set_model_state_dict(model, model_state)
+    load_model_state(model, model_state)
     never_stepped = found.never_stepped
     if stages is not None:
         described = stages.restore(described)
@@ -133,6 +133,13 @@ def restore_state(
     notes += settle_settings(optimizer, before, given, None if given_then is None else [one.given for one in groups])
     notes += describe_differing(groups, optimizer)
     return Restored(notes=notes, groups=tuple(group.numbers for group in groups))
+
+
+def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load what ``get_model_state_dict`` returned, with other values."""
+    # Not strict: a batch norm of another stage, which has no buffers here, adds one to a state without its version.
+    found = set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+    assert not found.missing_keys, f"{found.missing_keys} are the model's and not in its own state"
 
 
 def find_needs(

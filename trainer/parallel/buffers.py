@@ -58,14 +58,19 @@ class BufferCopies:
             module._buffers[name] = buffer
 
 
-@torch.no_grad()
 def copy_from_first_rank(model: nn.Module, world: World) -> None:
     """Give all ranks rank 0's weights and buffers, of what is not on the meta device; a collective.
 
     DDP does this on its own; FSDP2 would cut each rank's shard from that rank's own initial values.
     """
+    copy_tensors((*model.parameters(), *model.buffers()), world)
+
+
+@torch.no_grad()
+def copy_tensors(tensors: Iterable[Tensor], world: World) -> None:
+    """Give all ranks rank 0's values of tensors, of those that are not on the meta device; a collective."""
     if world.world_size > 1:
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in tensors:
             if not tensor.is_meta and tensor.numel():
                 own = distinct(tensor)
                 sent = own.contiguous()

@@ -7,7 +7,7 @@ the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,26 +101,31 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Process
     return arrived
 
 
-def spread_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Leave each rank its part of the experts of the model, which all ranks have whole.
+def check_experts(model: nn.Module, ranks: int) -> None:
+    """Refuse to spread a model's experts over ``ranks``.
 
     Raises:
         TrainerConfigError: there are none, or the ranks do not divide them.
     """
     found = [(name, one) for name, one in model.named_modules() if _has_experts(one)]
-    ranks = mesh.sizes.ep
     if not found:
         raise TrainerConfigError(
             f"parallel.ep={ranks} spreads experts, and model={type(model).__name__} has none (modules with num_experts "
             "and exchange, as the llama recipe's with experts); leave parallel.ep out"
         )
-    assert mesh.expert_mesh is not None, "ep is more than 1"
-    exchange = ExpertExchange(mesh.expert_mesh.get_group())
     for name, module in found:
         if module.num_experts % ranks:
             raise TrainerConfigError(
                 f"parallel.ep={ranks} does not divide the {module.num_experts} experts of {name!r}; use a divisor"
             )
+
+
+def spread_experts(modules: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Leave each rank its part of the experts among ``modules``, which all ranks have whole."""
+    assert mesh.expert_mesh is not None, "ep is more than 1"
+    ranks, exchange = mesh.sizes.ep, ExpertExchange(mesh.expert_mesh.get_group())
+    spread: list[Any] = [one for one in modules if _has_experts(one)]
+    for module in spread:
         for key, parameter in list(module.named_parameters()):
             own = parameter.detach().chunk(ranks)[exchange.rank].clone()
             cut = DTensor.from_local(own, mesh.expert_mesh, [Shard(0)], run_check=False)

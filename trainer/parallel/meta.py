@@ -53,12 +53,16 @@ def writers_of_tied(model: nn.Module) -> Mapping[str, str]:
     return found
 
 
-def move_values(model: nn.Module, device: torch.device) -> None:
-    """Move what has values; what is on the meta device gets its memory later."""
-    if is_on_meta(model):
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
-    else:
+def move_values(model: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
+    """Move what has values, of the module alone or also of those in it; what is on meta gets its memory later."""
+    if recurse and not is_on_meta(model):
         model.to(device)
+        return
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    model._apply(move, recurse=recurse)  # type: ignore[no-untyped-call]
 
 
 def join_name(module: str, key: str) -> str:

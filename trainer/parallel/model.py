@@ -19,7 +19,7 @@ from ..errors import TrainerConfigError
 from ..ranks.mesh import Mesh
 from .blocks import find_blocks
 from .buckets import choose_bucket_mb, settle_buckets
-from .buffers import copy_from_first_rank, share_buffers, synchronise_batch_norms
+from .buffers import copy_from_first_rank, copy_tensors, share_buffers, synchronise_batch_norms
 from .checks.attributes import carry_attributes
 from .checks.forward import EngineEntry, return_no_views
 from .checks.in_place import ForwardWrites, check_renormalised, keep_in_place
@@ -27,6 +27,7 @@ from .checks.limits import (
     check_exchangeable,
     check_optimizer,
     check_trainable,
+    keep_shared,
     keep_ties,
     list_sparse,
     named_if_formats_differ,
@@ -39,7 +40,7 @@ from .experts import list_spread, shard_experts
 from .gathered import list_rounded, set_formats
 from .local_exchange import LocalExchange, has_cut_weights, is_cut
 from .materialise import Initialiser, Materialiser
-from .meta import move_values
+from .meta import move_values, own_tensors
 from .pipeline.names import StageNames
 from .precision import (
     MasterWeights,
@@ -133,7 +134,8 @@ class ParallelModel:
         check_reducible(model, precision, config.zero)
         check_renormalised(model, config.zero, exchanges=self.exchanges)
         self.materialiser = Materialiser(model, world, seed=seed, initialise=initialise)
-        move_values(model, world.device)
+        if spread is None:
+            move_values(model, world.device)
         if config.sync_batchnorm:
             synchronise_batch_norms(model, mesh)
         before = dict(model.named_parameters(remove_duplicate=False))
@@ -141,9 +143,7 @@ class ParallelModel:
         self.module: nn.Module
         self._local_exchange: LocalExchange | None = None
         if spread is not None:
-            self.materialiser.materialise(model)
-            copy_from_first_rank(model, world)
-            spread.cut(mesh)
+            _spread(model, spread, mesh, self.materialiser)
         if config.zero:
             if spread is None:
                 copy_from_first_rank(model, world)
@@ -198,7 +198,10 @@ class ParallelModel:
         """The option, with its value, by which a rank keeps parts of weights; empty where it keeps whole ones."""
         if self.config.zero:
             return f"parallel.zero={self.config.zero}"
-        return "" if self._local_exchange is None else f"parallel.tp={self.config.tp}"
+        for key in ("tp", "ep"):
+            if getattr(self.config, key) > 1:
+                return f"parallel.{key}={getattr(self.config, key)}"
+        return ""
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | OptimizerFactory) -> torch.optim.Optimizer:
         """The optimizer over the distributed parameters: a factory is called with them, a fresh optimizer gets them.
@@ -393,6 +396,20 @@ def _replicate(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> Distribu
     if not config.unused_parameters:  # with them DDP keeps its first layout
         settle_buckets(replicated, list_sparse(model).values())
     return replicated
+
+
+def _spread(model: nn.Module, spread: ReplicaSpread, mesh: Mesh, materialiser: Materialiser) -> None:
+    """Make, and cut, one block after another: no rank has more than its part and a whole block. A collective."""
+    done: set[int] = set()
+    for part in [*keep_shared(model, keep_ties(model, find_blocks(model, (), "parallel.blocks"))), model]:
+        modules = [one for one in part.modules() if id(one) not in done]
+        done.update(map(id, modules))
+        for module in modules:
+            move_values(module, mesh.world.device, recurse=False)
+        materialiser.materialise(part)
+        tensors = {id(one): one for module in modules for one in own_tensors(module).values()}
+        copy_tensors(tensors.values(), mesh.world)
+        spread.cut(modules, mesh)
 
 
 def _shard(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..ranks.mesh import Mesh
 from .checks.peers import PeersCheck
 from .config import ParallelConfig
 from .context import ContextCut
-from .experts import spread_experts
+from .experts import check_experts, spread_experts
 from .pipeline.ghosts import Ghost
 from .pipeline.pipeline import Pipeline
 from .tensor import TensorPlan, spread_losses
@@ -42,18 +42,23 @@ class ReplicaSpread:
             pipeline.staged.change_shapes(self._plan.shape_changes())
         self._peers = PeersCheck(mesh.device_mesh["tp"]) if config.tp > 1 else None
         self._context = ContextCut(mesh) if config.cp > 1 else None
-        self._model = model
+        if mesh.sizes.ep > 1:
+            check_experts(model, mesh.sizes.ep)
 
-    def cut(self, mesh: Mesh) -> None:
-        """Cut the weights of the model, which are the same on all ranks; those that are cut become DTensors."""
+    def cut(self, modules: Collection[nn.Module], mesh: Mesh) -> None:
+        """Cut the weights of modules, the model's own last, which are the same on all ranks; they become DTensors.
+
+        Of modules of other stages a rank of a pipeline keeps nothing.
+        """
         if self._pipeline is not None:
-            self._pipeline.spread()
+            self._pipeline.spread(modules)
         if self._plan is not None:
             assert mesh.device_mesh is not None, "a replica lies on several ranks"
             with nullcontext() if self._pipeline is None else self._pipeline.staged.passing_ghosts():
-                self._plan.cut(mesh.device_mesh["tp"], None if self._pipeline is None else self._pipeline.has)
+                is_here = None if self._pipeline is None else self._pipeline.has
+                self._plan.cut(mesh.device_mesh["tp"], is_here, modules=modules)
         if mesh.sizes.ep > 1:
-            spread_experts(self._model, mesh)
+            spread_experts(modules, mesh)
 
     @contextmanager
     def computing(self, batch: Any) -> Iterator[None]:

@@ -7,7 +7,7 @@ others are plain, equal on all ranks, and so must their gradients be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
@@ -129,13 +129,19 @@ class TensorPlan:
         """
         return {name: find_shape_change(name, style, self._tp) for name, (_, style) in self._styles.items()}
 
-    def cut(self, mesh: DeviceMesh, is_here: Callable[[str], bool] | None = None) -> None:
+    def cut(
+        self,
+        mesh: DeviceMesh,
+        is_here: Callable[[str], bool] | None = None,
+        *,
+        modules: Collection[nn.Module] | None = None,
+    ) -> None:
         """Cut the weights along ``mesh``, of one dimension; they must be the same on all of its ranks. No collective.
 
-        Modules that were taken out of the model since are left as they are, and so are those that ``is_here`` says
-        are not.
+        Those of ``modules``, the model last; or of all. Modules that were taken out of the model since are left as
+        they are, and so are those that ``is_here`` says are not.
         """
-        there = {id(module) for module in self._model.modules()}
+        there = {id(module) for module in (self._model.modules() if modules is None else modules)}
         for name, (module, style) in self._styles.items():
             if id(module) not in there or not (is_here is None or is_here(name)):
                 continue
@@ -146,7 +152,7 @@ class TensorPlan:
                 _check_even(f"{name}.{key}", one, self._where)
             if _gives_sequence(style):
                 module.register_forward_pre_hook(partial(check_length, name, self._tp))
-        for ties in self._ties:
+        for ties in self._ties if id(self._model) in there else ():
             held = [(self._model.get_submodule(name), key) for name, key in ties if _holds(self._model, name, key)]
             placed = [getattr(module._parameters[key], "placements", None) for module, key in held]
             if any(one != placed[0] for one in placed):

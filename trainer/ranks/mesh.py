@@ -27,6 +27,8 @@ DIMS = ("pp", "dp", "cp", "tp")
 MODEL_DIMS = ("pp", "cp", "tp")
 """Those along which ranks take the same samples."""
 
+_DP = DIMS.index("dp")  # torch 2.11 unflattens by number alone
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
@@ -142,7 +144,7 @@ class Mesh:
         self.stage_group = self._group("pp")
         if self.sizes.ep > 1:
             inside = (self.sizes.dp // self.sizes.ep, self.sizes.ep)
-            whole = self.device_mesh._unflatten("dp", inside, ("edp", "ep"))
+            whole = self.device_mesh._unflatten(_DP, inside, ("edp", "ep"))
             self.expert_mesh = whole["ep"]
             self.expert_replicas = whole["edp", "cp"]._flatten("edp_cp") if self.sizes.cp > 1 else whole["edp"]
 
@@ -282,7 +284,7 @@ class Mesh:
                 f"of {world.local_world_size} ranks; choose tp and cp that divide the ranks of a node, or leave "
                 "parallel.hybrid out"
             )
-        whole = self.device_mesh._unflatten("dp", (self.sizes.dp // inside, inside), ("replicate", "shard"))
+        whole = self.device_mesh._unflatten(_DP, (self.sizes.dp // inside, inside), ("replicate", "shard"))
         shard = whole["shard", "cp"]._flatten("shard_cp") if self.sizes.cp > 1 else whole["shard"]
         return DeviceMesh._concatenate([whole["replicate"], shard])
 

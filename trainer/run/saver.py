@@ -312,7 +312,12 @@ class Saver:
         elif source is not None:
             config = self._config.warm_start
             found = load_weights(
-                self._parallel.inner, source, config, self._parallel.world, entered=self._stopwatch.enter
+                self._parallel.inner,
+                source,
+                config,
+                self._parallel.mesh,
+                entered=self._stopwatch.enter,
+                stages=self._parallel.stages,
             )
             materialiser.loaded(found.loaded)
             self._recorder.note(found.describe())

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from ..checkpoint.state import load_model_state
 from ..errors import CheckpointError, TrainerConfigError
 from ..options import check_choice
+from ..parallel.pipeline.names import StageNames
 from ..parallel.precision import local_part
 from ..ranks.control_group import ControlGroup
+from ..ranks.mesh import Mesh
 from ..ranks.world import World
 from ..steps.finite import any_not_finite, find_infinite_constants, name_on_all_ranks
 from .names import Allowed, Assignment, TensorFacts, assign, check_rules
@@ -77,12 +80,18 @@ class WarmStart:
 
 
 def load_weights(
-    model: nn.Module, path: str, config: WarmStartConfig, world: World, *, entered: Callable[[str], None]
+    model: nn.Module,
+    path: str,
+    config: WarmStartConfig,
+    mesh: Mesh,
+    *,
+    entered: Callable[[str], None],
+    stages: StageNames | None = None,
 ) -> WarmStart:
     """Load parameters and buffers into a model that is spread over the ranks; a collective.
 
     Each rank reads what it holds. The model's formats stay: floating point is rounded to them, integers must fit.
-    ``entered`` hears of each phase.
+    ``entered`` hears of each phase. In a pipeline ``stages`` has the names of this rank's weights.
 
     Raises:
         CheckpointMismatchError: on every rank, naming all names that differ and are not allowed to.
@@ -90,6 +99,8 @@ def load_weights(
     """
     entered("warm start")
     what = f"init_from={path!r} cannot be loaded"
+    world = mesh.world
+    wanted = _describe(model) if stages is None else _describe_stages(model, stages, mesh)
     control = ControlGroup(world)
     opened: list[WeightSource] = []
     try:
@@ -101,14 +112,14 @@ def load_weights(
             found = "; ".join(dict.fromkeys(one for share in damage for one in share))
             raise CheckpointError(f"{what}: {source.name} is damaged: {found}; choose another step")
         constants = find_infinite_constants(model)
-        assignment = control.gather(what, lambda: _load(model, source, config))[world.rank]
+        assignment = control.gather(what, lambda: _load(model, source, config, wanted))[world.rank]
         name = source.name
     finally:
         for one in opened:
             one.close()
         control.close()
     _refuse_not_finite(what, model, world, constants)
-    ties = [group for group in list_ties(model) if group & assignment.sources.keys()]
+    ties = [group for group in wanted.ties if group & assignment.sources.keys()]
     return WarmStart(
         source=name,
         loaded=frozenset(assignment.sources).union(*ties),
@@ -126,29 +137,63 @@ def list_ties(model: nn.Module) -> list[frozenset[str]]:
     return [frozenset(group) for group in names.values() if len(group) > 1]
 
 
-def _load(model: nn.Module, source: WeightSource, config: WarmStartConfig) -> Assignment:
-    """Read what this rank holds; no collective."""
-    state = dict(get_model_state_dict(model))
-    targets = {
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """The tensors of a whole model by name, and the groups of names that stand for one of them."""
+
+    tensors: Mapping[str, TensorFacts]
+    ties: list[frozenset[str]]
+
+
+def _describe(model: nn.Module) -> _Wanted:
+    tensors = {
+        name: TensorFacts(tuple(one.shape), one.dtype, str(one.dtype).removeprefix("torch."))
+        for name, one in _own_tensors(get_model_state_dict(model)).items()
+    }
+    return _Wanted(tensors=tensors, ties=list_ties(model))
+
+
+def _describe_stages(model: nn.Module, stages: StageNames, mesh: Mesh) -> _Wanted:
+    """What all stages of a pipeline want together; a collective of them."""
+    everywhere: list[Any] = [None] * mesh.sizes.pp
+    dist.all_gather_object(everywhere, (_describe(model), stages.renamed), group=mesh.pipeline_group)
+    tensors: dict[str, TensorFacts] = {}
+    tied: dict[str, set[str]] = {}
+    for own, renamed in everywhere:
+        tensors |= own.tensors
+        for names in own.ties:
+            first = next((renamed[name] for name in names if name in renamed), min(names))
+            tied.setdefault(first, set()).update(names)
+        for name, first in renamed.items():
+            tied.setdefault(first, set()).add(name)
+    return _Wanted(tensors=tensors, ties=[frozenset(group) for group in tied.values() if len(group) > 1])
+
+
+def _own_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
         name: value for name, value in state.items() if isinstance(value, Tensor) and not name.endswith(_EXTRA_STATE)
     }
-    wanted = {
-        name: TensorFacts(tuple(one.shape), one.dtype, str(one.dtype).removeprefix("torch."))
-        for name, one in targets.items()
-    }
-    ties = list_ties(model)
+
+
+def _load(model: nn.Module, source: WeightSource, config: WarmStartConfig, wanted: _Wanted) -> Assignment:
+    """Read what this rank holds; no collective."""
+    state = dict(get_model_state_dict(model))
+    targets = _own_tensors(state)
+    for group in wanted.ties:  # another stage may have the name under which the source has the weight
+        held = next((targets[name] for name in group if name in targets), None)
+        targets |= {name: held for name in group - targets.keys() if held is not None}
     offered = {name: facts for name, facts in source.describe().items() if not name.endswith(_EXTRA_STATE)}
-    found = assign(source.name, wanted, offered, rules=config.rename, ties=ties, allowed=config.allowed)
-    again = _later_names(found, ties)
+    found = assign(source.name, wanted.tensors, offered, rules=config.rename, ties=wanted.ties, allowed=config.allowed)
+    again = {name: first for name, first in _later_names(found, wanted.ties).items() if name in targets}
     copies = {name: torch.empty_like(targets[name]) for name in again}
-    source.read({old: copies.get(name, targets[name]) for name, old in found.sources.items()})
+    source.read({old: copies.get(name, targets[name]) for name, old in found.sources.items() if name in targets})
     for name, first in again.items():
         if not torch.equal(local_part(copies[name]), local_part(targets[first])):
             raise CheckpointError(
                 f"{name} and {first} are one tensor in the model and differ in {source.name}; untie them in the model, "
                 "or take one away with warm_start.rename and warm_start.allow_unexpected"
             )
-    set_model_state_dict(model, state)
+    load_model_state(model, state)
     return found
 
 

@@ -27,12 +27,15 @@ TRIED = {
     "torchtitan_tokens.py": ("torchtitan", False, []),
     "ray_train.py": ("ray", True, ["--ranks", "2"]),
 }
+SLOWEST = (pytest.mark.full,)
 OF_THEIR_OWN = {"transformers", "torchtitan", "ray"}  # resumed in a process of their own; the others in this one
 NO_EXTRA = {"torchtitan": "its dependencies do not fit the others' here; pip install --no-deps torchtitan"}
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=SLOWEST if one != "torchdata_nodes.py" else ()) for one in TRIED]
+)
 def test_a_run_killed_on_two_ranks_is_resumed_on_one_to_the_sample(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

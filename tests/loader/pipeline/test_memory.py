@@ -59,6 +59,7 @@ def test_the_lanes_of_64_ranks_on_one_rank_stay_inside_the_memory_limit(large):
     assert measured["grown"] <= limit
 
 
+@pytest.mark.full
 def test_the_footers_of_thousands_of_parquet_shards_stay_bounded(tmp_path: Path) -> None:
     first = tmp_path / "00000.parquet"
     pq.write_table(pa.table({f"column_{i}": np.arange(i, i + 8) for i in range(12)}), first, row_group_size=2)

@@ -14,6 +14,7 @@ WORKER = Path(__file__).with_name("kill_worker.py")
 NEVER = -1
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_kills_and_other_numbers_of_ranks_deliver_or_drop_each_sample_once(tmp_path: Path) -> None:
     samples = write_tars(tmp_path / "data", [60, 100, 40, 94, 77])

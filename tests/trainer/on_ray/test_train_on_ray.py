@@ -42,6 +42,7 @@ def test_a_worker_a_shard_and_the_coordinator_are_killed_and_every_batch_counts_
     assert "shard-1" in shown
 
 
+@pytest.mark.full
 def test_a_stopped_run_goes_on_with_other_numbers_and_a_shard_comes_back_from_its_checkpoint(
     cluster: str, tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_stopped_run_goes_on_with_other_numbers_and_a_shard_comes_back_from_it
     assert f"{holder} started anew, from the checkpoint of step" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_leaves_nothing_of_a_cluster_of_its_own(tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("pr-*")), set(Path("/dev/shm").iterdir())
     with start(tmp_path, "--workers=1", "--shards=1") as process:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch_ranks import run_ranks
 from small_trainers import make_trainer, rows
 from tied_model import Scaled, Tied, initialise_scaled, whole_state
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from penstock.trainer import TrainerConfigError, World, build_on_meta
+from penstock.trainer import Llama, LlamaConfig, TrainerConfigError, World, build_on_meta
 
 
 def start(world: World, folder: str, zero: int, **options: Any) -> tuple[Any, Any]:
@@ -77,6 +79,58 @@ def watch_memory(world: World, folder: str) -> int:
 def test_no_rank_holds_more_than_its_shards_and_one_block(tmp_path: Path) -> None:
     block = 6 * 6 * 4
     assert run_ranks(watch_memory, 3, str(tmp_path)) == [7 * block // 3 + block] * 3
+
+
+def watch_spread_memory(world: World, folder: str, layout: dict[str, Any]) -> int:
+    """The same of a layout; what pipelines, cuts and shards leave of it is checked by ``test_layouts_begin_alike``."""
+    model, held = build_on_meta(Stack), []
+
+    def look(name: str, module: nn.Module) -> None:
+        made = [one for one in model.parameters() if not one.is_meta]
+        held.append(sum(getattr(one, "_local_tensor", one).nbytes for one in made))
+
+    plan = {"plan": {"layers.*": "colwise_gathered"}} if "tp" in layout else {}
+    whole = rows(world, rank=0, world_size=1)
+    make_trainer(world, folder, whole, model, initialise=look, parallel={**layout, **plan}).close()
+    return max(held)
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks"),
+    [({"tp": 2}, 7 / 2 + 1), ({"pp": 2, "microbatches": 2}, 4 + 1), ({"tp": 2, "zero": 3}, 7 / 2 + 1)],
+)
+def test_no_rank_holds_more_than_its_part_and_one_block(tmp_path: Path, layout: dict[str, Any], blocks: float) -> None:
+    assert max(run_ranks(watch_spread_memory, 2, str(tmp_path), layout)) == blocks * 6 * 6 * 4
+
+
+def begin(world: World, folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """The weights and buffers with which a model on the meta device begins in each layout, whole, on each rank."""
+    found = []
+    for number, layout in enumerate(layouts):
+        torch.manual_seed(world.rank)  # of no consequence
+        config = LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=4
+        )
+        options = {"parallel": layout, "precision": {"dtype": "fp32"}}
+        with make_trainer(
+            world, f"{folder}/{number}", rows(world, rank=0, world_size=1), build_on_meta(Llama, config), **options
+        ) as trainer:
+            whole = StateDictOptions(full_state_dict=True)
+            own = get_model_state_dict(trainer.parallel.inner, options=whole)
+        everywhere: list[Any] = [None] * world.world_size
+        dist.all_gather_object(everywhere, {name: one.clone() for name, one in own.items()})
+        found.append({name: one for state in everywhere for name, one in state.items()})
+    return found
+
+
+def test_layouts_begin_alike(tmp_path: Path) -> None:
+    alone = run_ranks(begin, 1, str(tmp_path / "alone"), [{}])[0][0]
+    stages = {"pp": 2, "microbatches": 2}
+    for ranks, layouts in ((2, [{"tp": 2}, stages, {**stages, "zero": 1}]), (4, [{"tp": 2, **stages}])):
+        for found in run_ranks(begin, ranks, str(tmp_path / str(ranks)), layouts):
+            for layout, weights in zip(layouts, found, strict=True):
+                assert weights.keys() == alone.keys(), layout
+                assert all(torch.equal(weights[name], alone[name]) for name in alone), layout
 
 
 def refuse(world: World, folder: Path, model: nn.Module, initialise: Any = None) -> str:

@@ -134,7 +134,7 @@ def test_stages_in_bf16_train_what_one_process_trains_in_bf16(world: World, tmp_
         assert max(compare(found, name, expected).values()) <= 1e-5, name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nodes_that_shard_what_tensor_parallelism_cut_train_what_one_process_trains(
     world: World, tmp_path: Path
 ) -> None:

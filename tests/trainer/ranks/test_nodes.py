@@ -82,6 +82,7 @@ def newest_step(folder: Path) -> int:
     return max((int(path.name[5:]) for path in folder.glob("run/checkpoints/step-*[0-9]")), default=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("leaves_by", [signal.SIGKILL, signal.SIGTERM])
 def test_nodes_join_and_leave_and_each_sample_comes_exactly_once(
     tmp_path: Path, unused_tcp_port: int, leaves_by: signal.Signals

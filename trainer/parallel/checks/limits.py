@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from ...errors import TrainerConfigError
@@ -117,6 +118,26 @@ def _without(key: str) -> str:
 
 
 @contextmanager
+def updating_alike(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an update take parameters one by one in groups where some are cut, or cut otherwise than others.
+
+    On CUDA optimizers take several at once by default, and torch's operations for that take one kind of tensor only.
+    """
+    changed = []
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in group["params"]}
+            if len(meshes) > 1:
+                group["foreach"] = False
+                changed.append(group)
+    try:
+        yield
+    finally:
+        for group in changed:
+            group["foreach"] = None
+
+
+@contextmanager
 def named_if_it_fails(optimizer: torch.optim.Optimizer, key: str) -> Iterator[None]:
     """Turn torch's error about an operation that shards do not have into one that names the optimizer.
 
@@ -189,6 +210,17 @@ def keep_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         if len(remaining) == len(kept):
             return kept
         kept = remaining
+
+
+def keep_shared(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that can be made one by one: without those of which a buffer is another module's outside, too."""
+    owners: dict[int, set[int]] = {}
+    inside = {id(module): id(block) for block in blocks for module in block.modules()}
+    for module in model.modules():
+        for one in module.buffers(recurse=False):
+            owners.setdefault(id(one), set()).add(inside.get(id(module), id(model)))
+    shared = {owner for found in owners.values() if len(found) > 1 for owner in found}
+    return [block for block in blocks if id(block) not in shared]
 
 
 def _collect_owners(

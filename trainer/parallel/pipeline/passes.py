@@ -116,6 +116,13 @@ class PipelinePasses:
         self._pipeline.exchange_ties()
 
 
+def list_groups(state: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers together for a module, of which torch 2.11 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def _reduce(root: FSDPModule) -> None:
     """Reduce the gradients that backwards have left whole, as ``torch.distributed.pipelining`` does it."""
     root.set_is_last_backward(True)
@@ -123,6 +130,6 @@ def _reduce(root: FSDPModule) -> None:
     root.set_requires_gradient_sync(True)
     state = root._get_fsdp_state()
     for one in state._state_ctx.all_states:
-        for group in one._fsdp_param_groups:
+        for group in list_groups(one):
             group.post_backward()
     state._root_post_backward_final_callback()

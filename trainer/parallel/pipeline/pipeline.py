@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -104,10 +104,11 @@ class Pipeline:
         """Return whether a module of the whole model is in one of this rank's stages."""
         return self.staged.stage_of(name) in self.own
 
-    def spread(self) -> None:
-        """Leave the model the parameters and buffers of this rank's stages."""
-        self.staged.keep(self.own)
-        self.staged.gate()
+    def spread(self, modules: Collection[nn.Module] | None = None) -> None:
+        """Leave ``modules`` the parameters and buffers of this rank's stages; the model, last, or all by default."""
+        self.staged.keep(self.own, modules)
+        if modules is None or self.staged.model in modules:
+            self.staged.gate()
 
     def stages_of(self) -> dict[str, int]:
         """Number of ranks of a pipeline, by name, for weights that several of them have."""

@@ -9,7 +9,7 @@ and every stage takes of the batch what it needs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,10 +106,13 @@ class StagedModel:
                 module.forward = _Gate(self, name, self._forwards[name], is_shadow=True)
         self._listen(self._shadow, self._shadows)
 
-    def keep(self, own: Sequence[int]) -> None:
-        """Take the parameters and buffers of all but these stages away from the model."""
+    def keep(self, own: Sequence[int], modules: Collection[nn.Module] | None = None) -> None:
+        """Take the parameters and buffers of all but these stages away from ``modules``; None: from all."""
         self._modules = dict(self.model.named_modules())  # some may have been exchanged since
+        within = None if modules is None else set(map(id, modules))
         for name, module in self._modules.items():
+            if within is not None and id(module) not in within:
+                continue
             unit = self._unit_of(name)
             for key, value in list(module._parameters.items()):
                 path = f"{name}.{key}" if name else key
