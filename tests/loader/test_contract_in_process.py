@@ -26,7 +26,7 @@ __all__ = [
     "test_steps_left_are_counted_from_the_last_batch",
     "test_the_next_pass_is_the_next_epoch_in_another_order",
 ]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(autouse=True)

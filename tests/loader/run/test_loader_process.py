@@ -134,6 +134,7 @@ def mix(source: str, place: str) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_batches_are_those_of_threads_and_no_thread_makes_them_here(tars, tmp_path):
     options = {"batch_size": 16, "transform": row_functions.augment, "last_batch": "pad"}
     with open_loader(tars, "threads", **options) as loader:
@@ -194,14 +195,14 @@ def test_a_killed_process_is_named_at_once_and_the_next_batch_begins_another(tar
         assert loader.metrics().loader_process not in (0, pid)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_transform_that_ends_its_process_ends_no_training(tars):
     options = {"transform": row_functions.exit_at_seven, "shuffle": False, "batch_size": 64}
     with open_loader(tars, **options) as loader, pytest.raises(WorkerError, match="ended with exit code 3"):
         next(iter(loader))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stopped_process_is_named_while_it_is_waited_for_and_then_an_error(tars, monkeypatch):
     monkeypatch.setattr(worker_process, "STOPPED_S", 2.0)
     with open_loader(tars, transform=row_functions.rest_a_moment, batch_size=4) as loader:
@@ -241,7 +242,7 @@ def test_batches_that_are_kept_stay_as_they_were_while_later_ones_grow(tars):
         one["number"].add_(1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_child_that_is_forked_keeps_the_batch_it_got(tars):
     with open_loader(tars, transform=row_functions.grow, batch_size=32, shuffle=False) as loader:
         batches = iter(loader)
@@ -266,7 +267,7 @@ def test_a_child_that_is_forked_keeps_the_batch_it_got(tars):
         os.close(descriptor)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_objects_warnings_and_prints_come_through(tars, capfd):
     options = {"transform": row_functions.speak_at_seven, "collate": row_functions.Samples, "with_ids": False}
     with open_loader(tars, shuffle=False, **options) as loader, pytest.warns(UserWarning, match="seven needs care"):
@@ -277,7 +278,7 @@ def test_objects_warnings_and_prints_come_through(tars, capfd):
     assert "seven is here" in capfd.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_cannot_be_sent_back_is_an_error_that_says_what_to_do(tars):
     options = {"collate": make_local, "with_ids": False}
     with open_loader(tars, **options) as loader, pytest.raises(ConfigError, match="a batch cannot be sent") as caught:
@@ -289,7 +290,7 @@ def make_local(samples: list[Any]) -> Any:
     return lambda: samples
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_traces_show_the_threads_of_the_process(tars, tmp_path):
     with open_loader(tars) as loader:
         with loader.trace(tmp_path / "first.json"):
@@ -303,7 +304,7 @@ def test_traces_show_the_threads_of_the_process(tars, tmp_path):
         assert {"assemble", "consumer wait"} <= {event["name"] for event in events}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_closing_while_a_batch_is_waited_for_ends_the_wait(tars):
     with open_loader(tars, transform=row_functions.sleep_for_minutes) as loader:
         errors: list[BaseException] = []
@@ -327,7 +328,7 @@ def test_closing_while_a_batch_is_waited_for_ends_the_wait(tars):
     assert isinstance(error, LoaderClosedError)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_interrupts_lose_and_repeat_no_batch(tars):
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
