@@ -32,7 +32,8 @@ class Interference:
     """``steps`` steps of a loop, one each ``period_s``, that takes ``rows`` decoded images for each.
 
     ``way``: "nothing" feeds it; "foreign": nothing, and a process of its own decodes as many images on other cores;
-    "threads", "processes" or "device": by this package, decoded there; "peer": the loader of ``job``.
+    "threads", "processes" or "device": by this package, decoded there; "process": by its pipeline in a process beside
+    the loop; "peer": the loader of ``job``.
     """
 
     way: str
@@ -124,6 +125,7 @@ def open_loader(url: str, rows: int, way: str, processes: int, device: torch.dev
         decode={"jpg": decoder},
         device=device if device.type == "cuda" else None,
         processes=processes if way == "processes" else 0,
+        place="process" if way == "process" else "threads",
     )
 
 

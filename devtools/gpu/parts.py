@@ -237,7 +237,7 @@ def measure_interference(
         MeasurementError: the loop that nothing feeds failed.
     """
     refused = dict(prepared.refused)
-    ways: dict[str, Job | None] = dict.fromkeys((ALONE, "foreign", "threads", "processes"))
+    ways: dict[str, Job | None] = dict.fromkeys((ALONE, "foreign", "threads", "processes", "process"))
     ways |= {"device": None} if config.device == "cuda" else {}
     ways |= {name: replace(job, batch_size=rows) for name, job in prepared.peers.items()}
     runs: dict[str, list[dict[str, Any]]] = {}
