@@ -127,8 +127,8 @@ def test_the_dashboard_is_drawn_with_every_panel_and_says_where_nothing_was_reco
     texts = [
         text.text for text in ET.fromstring(dashboard.draw_board(board, lines, dashboard.DARK)).iter() if text.text
     ]
-    titles = [panel["title"] for panel in board["panels"]]
-    assert [text for text in texts if text in titles] == titles
+    begins = [panel["title"][:25] for panel in board["panels"]]  # long ones are cut
+    assert [text[:25] for text in texts if text[:25] in begins] == begins
     assert texts.count("No data") == len([panel for panel in board["panels"] if panel["type"] != "row"]) - len(lines)
     assert {"0.25", "loss", "fetch <1>", "100%", "10 s"} <= set(texts)
 
@@ -151,8 +151,16 @@ def test_lines_of_a_stacked_panel_lie_upon_each_other() -> None:
         (1536.0, "bytes", "1.5 KiB"),
         (0.0, "Bps", "0 B/s"),
         (12_345.0, "none", "12.3k"),
-        (7.0, "reqps", "7 req/s"),
+        (7.0, "reqps", "7/s"),
     ],
 )
 def test_numbers_of_the_dashboard_have_its_units(value: float, unit: str, text: str) -> None:
     assert dashboard.write_value(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0.0, 1.0, [0, 0.25, 0.5, 0.75, 1]), (0.0, 339.0, [0, 100, 200, 300, 400]), (-3.0, 10.0, [-5, 0, 5, 10])],
+)
+def test_ticks_of_the_dashboard_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
+    assert dashboard.choose_ticks(low, high) == pytest.approx(ticks)

@@ -70,7 +70,8 @@ def _panel(panel: Mapping[str, Any], lines: Sequence[Line], colours: Colours) ->
     place, unit = panel["gridPos"], _WIDTH / 24
     x, y = place["x"] * unit + _GAP / 2, place["y"] * _ROW + _GAP
     width, height = place["w"] * unit - _GAP, place["h"] * _ROW - _GAP
-    title = escape(panel["title"])
+    room = int(width / 6.6)
+    title = escape(panel["title"] if len(panel["title"]) <= room else panel["title"][: room - 1] + "…")
     if panel["type"] == "row":
         return _text(x + 8, y + 16, title, colours.text, 14, "bold")
     box = f'<rect width="{width:.0f}" height="{height:.0f}" rx="2" fill="{colours.panel}" stroke="{colours.rule}"/>'
@@ -99,19 +100,22 @@ def _plot(panel: Mapping[str, Any], lines: list[Line], width: float, height: flo
     if stacked:
         lines = stack(lines)
     low, high = _bounds([line.points for line in lines], defaults.get("max"))
+    ticks = choose_ticks(low, high)
+    high = max(high, ticks[-1])
     begin = min(line.points[0][0] for line in lines)
     end = max(line.points[-1][0] for line in lines)
-    scale = _Scale(begin, end, low, high, (58, 30, width - 68, height - 76))
+    rows = _legend_rows([line.name for line in lines], width)
+    bottom = height - 20 - 14 * len(rows)
+    scale = _Scale(begin, end, low, high, (62, 30, width - 72, bottom - 30))
     out = []
-    for step in range(4):
-        value = low + (high - low) * step / 3
+    for value in ticks:
         at = scale.y(value)
-        out.append(f'<path d="M58 {at:.1f}H{width - 10:.0f}" stroke="{colours.rule}"/>')
-        out.append(_text(52, at + 4, write_value(value, defaults["unit"]), colours.dim, 10, anchor="end"))
+        out.append(f'<path d="M62 {at:.1f}H{width - 10:.0f}" stroke="{colours.rule}"/>')
+        out.append(_text(56, at + 4, write_value(value, defaults["unit"]), colours.dim, 10, anchor="end"))
     for step in range(4):
         moment = begin + (end - begin) * step / 3
-        at = scale.x(moment)
-        out.append(_text(at, height - 34, f"{moment - begin:.0f} s", colours.dim, 10, anchor="middle"))
+        place = ("start", "middle", "middle", "end")[step]
+        out.append(_text(scale.x(moment), bottom + 14, f"{moment - begin:.0f} s", colours.dim, 10, anchor=place))
     for number, line in reversed(list(enumerate(lines))):
         colour = _SERIES[number % len(_SERIES)]
         fill = colour if stacked else "none"
@@ -120,17 +124,37 @@ def _plot(panel: Mapping[str, Any], lines: list[Line], width: float, height: flo
             ends = (line.points[-1][0], line.points[0][0])
             path += "".join(f"L{scale.x(moment):.1f} {scale.y(low):.1f}" for moment in ends) + "Z"
         out.append(f'<path d="{path}" fill="{fill}" stroke="{colour}" stroke-width="1.4"/>')
-    at = 10.0
-    for number, line in enumerate(lines):
-        name = line.name if len(line.name) < 24 else line.name[:22] + "…"
-        if at + 14 + 6.2 * len(name) > width:
-            break
-        out.append(
-            f'<rect x="{at:.0f}" y="{height - 19:.0f}" width="10" height="4" fill="{_SERIES[number % len(_SERIES)]}"/>'
-        )
-        out.append(_text(at + 14, height - 13, escape(name), colours.dim, 10))
-        at += 24 + 6.2 * len(name)
+    for row, names in enumerate(rows):
+        for number, at, name in names:
+            y = bottom + 26 + 14 * row
+            out.append(
+                f'<rect x="{at:.0f}" y="{y - 5:.0f}" width="10" height="4" fill="{_SERIES[number % len(_SERIES)]}"/>'
+            )
+            out.append(_text(at + 14, y, escape(name), colours.dim, 10))
     return "".join(out)
+
+
+def _legend_rows(names: Sequence[str], width: float) -> list[list[tuple[int, float, str]]]:
+    """Lay names out in rows: (number, x, name) of each."""
+    rows: list[list[tuple[int, float, str]]] = [[]]
+    at = 10.0
+    for number, name in enumerate(names):
+        room = 24 + 5.8 * len(name)
+        if at + room > width and rows[-1]:
+            rows.append([])
+            at = 10.0
+        rows[-1].append((number, at, name))
+        at += room
+    return rows
+
+
+def choose_ticks(low: float, high: float) -> list[float]:
+    """Round values from at most ``low`` to at least ``high``, three to six of them."""
+    raw = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first = math.floor(low / step)
+    return [number * step for number in range(first, math.ceil(high / step - 1e-9) + 1)]
 
 
 @dataclass(frozen=True)
@@ -166,7 +190,7 @@ def stack(lines: Sequence[Line]) -> list[Line]:
 
 def _bounds(lines: Sequence[Sequence[tuple[float, float]]], most: float | None) -> tuple[float, float]:
     values = [value for points in lines for _, value in points]
-    high = most or max(values) * 1.1
+    high = most or max(values) * 1.05
     return min(0.0, *values), high if high > 0 else 1.0
 
 
@@ -179,7 +203,7 @@ def write_value(value: float, unit: str) -> str:
     if unit in ("bytes", "Bps"):
         power = min(4, int(math.log(abs(value), 1024))) if abs(value) >= 1 else 0
         return f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" + ("/s" if unit == "Bps" else "")
-    ending = {"s": " s", "reqps": " req/s", "ops": " ops/s"}.get(unit, "")
+    ending = {"s": " s", "reqps": "/s", "ops": "/s"}.get(unit, "")
     return (f"{value / 1000:.3g}k" if abs(value) >= 10_000 else f"{value:.4g}") + ending
 
 
