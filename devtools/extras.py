@@ -41,7 +41,7 @@ IMPORTS: dict[str, list[str]] = {
     "metrics": ["prometheus_client", "tensorboard", "pynvml"],
     "wandb": ["wandb"],
     "mlflow": ["mlflow"],
-    "bench": ["webdataset", "litdata", "matplotlib", "PIL"],
+    "bench": ["webdataset", "matplotlib", "PIL"],
     "integrations": ["lightning", "accelerate", "transformers", "torchdata"],
     "ray": ["ray.train"],
     "fuzz": ["hypothesis"],

@@ -74,7 +74,7 @@ def python_here(peer: Peer) -> str:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        extra = ", or 'penstock[bench]'" if peer.package in ("webdataset", "litdata") else ""
+        extra = ", or 'penstock[bench]'" if peer.package == "webdataset" else ""
         raise PeerUnavailableError(f"it is not installed; pip install {peer.package}{extra}")
     return sys.executable
 
