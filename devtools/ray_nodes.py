@@ -2,9 +2,8 @@
 
 The command is that of deploy/kubernetes/rayjob.yaml, with two workers without GPUs, folders of this machine and the
 shipped recipe `digits`. Each node is a `ray start` with room for one worker. Once the ranks have trained for some
-steps, the second node's raylet and all below it get SIGKILL, and another node comes, as KubeRay would start another
-pod. It ends with 1 if the run does not come to its end, did not begin again, or the audit finds a sample missing or
-doubled.
+steps, all processes of the second node get SIGKILL, and another node comes, as KubeRay would start another pod. It ends
+with 1 if the run does not come to its end, did not begin again, or the audit finds a sample missing or doubled.
 """
 
 from __future__ import annotations
@@ -20,11 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_TRIES = 6
+_MARK = "PENSTOCK_RAY_NODE"
 RAYJOB = ROOT / "deploy" / "kubernetes" / "rayjob.yaml"
 
 
@@ -63,21 +66,43 @@ def command_of(manifest: str, place: Path, *, epochs: int) -> list[str]:
 
 
 @contextmanager
-def node(place: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def node(place: Path, *options: str) -> Iterator[Node]:
     """A `ray start` with room for one worker; all its processes are killed at the end of the block."""
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", "--num-cpus=1",
         "--node-ip-address=127.0.0.1", "--object-store-memory=100000000",
         f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}", *options,
     ]  # fmt: skip
+    name = uuid.uuid4().hex
     with Path(place, "nodes.log").open("ab") as log:
-        process = subprocess.Popen(command, cwd=place, env=environment(), stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=place, env=environment() | {_MARK: name}, stdout=log, stderr=log)
+    started = Node(name=name, process=process)
     try:
-        yield process
+        yield started
     finally:
-        kill_below(process.pid)
-        process.kill()
-        process.wait()
+        started.kill()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node: its `ray start`, and a name that all processes below it have in their environment."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> int:
+        """Kill all processes of the node, also those whose parents are gone; says how many."""
+        mark = f"{_MARK}={self.name}\0".encode()
+        count = 0
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in path.read_bytes():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    count += 1
+            except OSError:  # it has ended, or is another user's
+                continue
+        self.process.wait()
+        return count
 
 
 def environment() -> dict[str, str]:
@@ -91,54 +116,39 @@ def environment() -> dict[str, str]:
     return {**os.environ, **given}
 
 
-def below(pid: int) -> list[int]:
-    """The processes that a process has started, and those that these have."""
-    try:
-        children = [
-            int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
-        ]
-    except OSError:  # it has ended
-        return []
-    return [found for child in children for found in (child, *below(child))]
-
-
-def kill_below(pid: int) -> int:
-    """Kill all that a process has started; says how many."""
-    found = below(pid)
-    for one in found:
-        try:
-            os.kill(one, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    return len(found)
-
-
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
-def wait_for_nodes(address: str, count: int, timeout_s: float = 120.0) -> None:
-    """Wait until so many nodes are alive.
+def add_node(stack: ExitStack, place: Path, address: str, count: int, *options: str) -> Node:
+    """Start a node and wait until so many are alive; on a busy machine `ray start` gives up early, and is tried again.
 
     Raises:
-        TimeoutError: they are not in time.
+        TimeoutError: it did not start in several tries.
     """
+    for _ in range(_TRIES):
+        started = stack.enter_context(node(place, *options))
+        while started.process.poll() is None:
+            if nodes_alive(address) >= count:
+                return started
+            time.sleep(1)
+        started.kill()
+    raise TimeoutError(f"a node did not start in {_TRIES} tries")
+
+
+def nodes_alive(address: str) -> int:
+    """Count the nodes of the cluster that are alive; 0 if it does not answer."""
     program = (
         "import sys, ray; ray.init(sys.argv[1], log_to_driver=False, logging_level='ERROR'); "
         "print(sum(one['Alive'] for one in ray.nodes()))"
     )
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program, address],
-            env=environment(), capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode == 0 and int(done.stdout.split()[-1]) >= count:
-            return
-        time.sleep(1)
-    raise TimeoutError(f"there are not {count} nodes at {address} after {timeout_s:.0f} s")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, address],
+        env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return int(done.stdout.split()[-1]) if done.returncode == 0 else 0
 
 
 def steps_done(run: Path) -> int:
@@ -161,10 +171,8 @@ def show(place: Path, *, epochs: int, kill_at: int) -> bool:
 
     with ExitStack() as stack:
         head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={place / 't'}"]
-        stack.enter_context(node(place, *head))
-        wait_for_nodes(address, 1)
-        second = stack.enter_context(node(place, f"--address={address}"))
-        wait_for_nodes(address, 2)
+        add_node(stack, place, address, 1, *head)
+        second = add_node(stack, place, address, 2, f"--address={address}")
         command = command_of(RAYJOB.read_text(), place, epochs=epochs)
         say(f"two nodes; {shlex.join(['python', *command[1:]])}")
         with Path(place, "job.log").open("wb") as log:
@@ -176,10 +184,11 @@ def show(place: Path, *, epochs: int, kill_at: int) -> bool:
                 if job.poll() is not None:
                     raise RuntimeError(f"the run ended with {job.returncode} before the kill")
                 time.sleep(0.2)
-            step, killed = steps_done(place / "run"), kill_below(second.pid)
-            say(f"SIGKILL of the second node's raylet and all below it ({killed} processes) at step {step}")
-            stack.enter_context(node(place, f"--address={address}"))
-            code = job.wait(600)
+            step, killed = steps_done(place / "run"), second.kill()
+            say(f"SIGKILL of the second node's raylet and all its processes ({killed} processes) at step {step}")
+            add_node(stack, place, address, 2, f"--address={address}")
+            say("another node has come")
+            code = job.wait(900)
         finally:
             job.kill()
             job.wait()
