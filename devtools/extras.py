@@ -56,7 +56,7 @@ _UNASKED = re.compile(r"torch|torchvision|torchaudio|triton|nvidia-(?!ml-py).*|c
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What pip would install for an extra, by name, and in how many seconds, and of the processor, it found that."""
+    """Versions that pip would install for an extra, by name; seconds, and those of the processor, to find them."""
 
     seconds: float
     cpu_s: float
@@ -140,7 +140,10 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    name = "python -m devtools extras" if __spec__ else None
+    parser = argparse.ArgumentParser(
+        prog=name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("extras", nargs="*", help="which (all)")
     parser.add_argument("--torch", help=f"requirement or file of a torch for CPUs (default: the newest of {CPU_INDEX})")
     parser.add_argument("--dry-run", action="store_true", help="resolve, and install nothing")

@@ -8,7 +8,6 @@ with 1 if the run does not come to its end, did not begin again, or the audit fi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from .arguments import make_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 _TRIES = 6
@@ -205,7 +206,7 @@ def show(place: Path, *, epochs: int, kill_at: int) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--epochs", type=int, default=8, help="of the recipe (8)")
     parser.add_argument("--kill-at", type=int, default=50, help="step after which the node is killed (50)")
     given = parser.parse_args(arguments)

@@ -30,7 +30,7 @@ _SERIES = ("#73bf69", "#f2cc0c", "#5794f2", "#ff9830", "#f2495c", "#b877d9", "#8
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What one series of a panel showed: its name in the legend, and (seconds since 1970, value) in order of time."""
+    """One series of a panel: its name in the legend, and (seconds since 1970, value) in order of time."""
 
     name: str
     points: tuple[tuple[float, float], ...]
