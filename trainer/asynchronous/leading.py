@@ -95,7 +95,8 @@ def follow(learner: Learner, orders: Orders) -> None:
                 if method == "begin":
                     learner.begin(None)
                 elif method == "train":
-                    learner.train(*values, lambda: False)
+                    (lease,) = values
+                    learner.train(lease, lambda: False)
                 else:
                     getattr(learner, method)(*values)
     finally:
@@ -233,7 +234,7 @@ class Leader:
             task = self._services.task(self._name, begun.incarnation)
             if task is not None:
                 self._evaluate(begun, task)
-            elif self._services.is_stopping():
+            elif self._services.is_stopping(self._name):
                 return None
             else:
                 pulse.wait(self._options.pause_s)

@@ -112,7 +112,8 @@ class Learner:
         named = {bare_name(name): one for name, one in inner.named_parameters() if one.requires_grad}
         self._parameters = {spec.name: named[spec.name] for spec in self.schema.tensors}
         if config.init_from is not None:
-            found = load_weights(inner, config.init_from, config.warm_start, self._world, entered=lambda phase: None)
+            mesh = self._parts.parallel.mesh
+            found = load_weights(inner, config.init_from, config.warm_start, mesh, entered=lambda phase: None)
             self._note(found.describe())
         self._buffers = {name: one.detach().clone() for name, one in inner.named_buffers()}
         self.fixed = {bare_name(name): one for name, one in self._buffers.items()}
@@ -313,7 +314,7 @@ class Learner:
             flat = torch.empty(fragment.size, device=device)
         if self._world.world_size > 1:
             dist.broadcast(flat, src=0)
-        values = iter(flat.split([stop - start for _, start, stop in _spans(fragment)]))
+        values = iter(torch.split(flat, [stop - start for _, start, stop in _spans(fragment)]))
         for name, parts in fragment.parts.items():
             parameter = self._parameters[name]
             own = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)

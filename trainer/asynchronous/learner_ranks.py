@@ -196,6 +196,10 @@ class PipeServices:
         reply: Reply = self._ask("call", shard, request)
         return reply
 
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        reply = self.call(shard, request)  # a pipe has one call at a time
+        return lambda: reply
+
     def placement(self) -> Placement:
         placement: Placement = self._ask("placement")
         return placement
@@ -231,8 +235,8 @@ class PipeServices:
     def finish(self, worker: str, incarnation: int, task: Task, metrics: Mapping[str, float]) -> None:
         self._ask("finish", worker, incarnation, task, dict(metrics))
 
-    def is_stopping(self) -> bool:
-        is_stopping: bool = self._ask("is_stopping")
+    def is_stopping(self, worker: str | None = None) -> bool:
+        is_stopping: bool = self._ask("is_stopping", worker)
         return is_stopping
 
     def note(self, text: str) -> None:
