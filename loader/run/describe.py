@@ -171,8 +171,11 @@ def _describe_batches(run: Run) -> str:
 
 
 def _describe_place(run: Run) -> str:
-    where = "threads of this process" if run.place.work is None else "a process of its own, beside this one"
-    return f"{where} ({run.place.reason})"
+    place = run.place
+    if place is None:
+        return "threads of this process (place='threads')"
+    where = "threads of this process" if place.work is None else "a process of its own, beside this one"
+    return f"{where} ({place.reason})"
 
 
 def _describe_device(run: Run) -> str:

@@ -44,13 +44,11 @@ class Place:
 
 
 def choose_place(config: LoaderConfig, sources: Sources) -> Place:
-    """Choose where the pipeline runs.
+    """Choose where the pipeline runs, where a process is asked for or may be chosen.
 
     Raises:
         ConfigError: a process is asked for, and cannot do the work; says why.
     """
-    if config.place == "threads":
-        return Place("place='threads'")
     if config.place == "auto":
         reason = next(_reasons_for_threads(config, sources), None)
         if reason is not None:

@@ -21,7 +21,6 @@ from ..ranks.detect import check_rank
 from ..sources.kinds import group_kinds, open_kinds
 from ..sources.quarantine import Quarantine
 from .assembly import Reading, make_assembler
-from .place import Place, choose_place
 
 if TYPE_CHECKING:
     from ...storage.observability.timeline import Timeline
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from ..ranks.naming import Attempt
     from ..sampler.sampler import Sampler
     from ..sources.sources import Sources
+    from .place import Place
     from .resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -75,14 +75,14 @@ class Run:
         self.batch_options = self._choose_batch_options()
         self._tuner = Tuner(config.tuning)
         self._replacer = sources.apart().make_replacer()
-        self.place = choose_place(config, sources)
+        self.place = None if config.place == "threads" else self._choose_place()
         resources.others += [source.chunks for source in sources]
         if self.reading.ledgers is not None:
             resources.others.append(self.reading.ledgers)
-        if self.place.work is not None:
-            self._choose_process(self.place.work)
-        else:
+        if self.place is None or self.place.work is None:
             self._choose_workers()
+        else:
+            self._choose_process(self.place.work)
 
     @property
     def share(self) -> Share:
@@ -167,6 +167,11 @@ class Run:
             from ..decoding.workers.images import ImageProcesses
 
             self.resources.images = ImageProcesses(work, count)
+
+    def _choose_place(self) -> Place:
+        from .place import choose_place
+
+        return choose_place(self.config, self.sources)
 
     def _choose_process(self, work: bytes) -> None:
         from ..pipeline.beside.pinning import CudaLocks, PinnedSlots
@@ -329,11 +334,13 @@ class Run:
             world_size=share.world_size,
             global_batch_size=share.global_batch_size,
             weights=share.weights,
-            work=self.place.digest,
+            work="" if self.place is None else self.place.digest,
         )
 
     def _leave_process(self, cause: Exception) -> None:
         """Let threads do the work that nobody asked a process for, since it cannot."""
+        from .place import Place
+
         logger.warning("the loader's threads do the work, because a process cannot: %s", cause)
         self.resources.stop_pipeline()
         process, self.resources.process = self.resources.process, None
