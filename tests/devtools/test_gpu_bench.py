@@ -76,7 +76,7 @@ def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
 
     class Codec:
         device = torch.device("cpu")
-        turn = threading.Lock()
+        turn = threading.RLock()
 
         @contextmanager
         def lane(self) -> Iterator[Self]:

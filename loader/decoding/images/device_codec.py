@@ -48,7 +48,7 @@ class DeviceCodec(Protocol):
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
-        """Enter to prepare images, one thread at a time.
+        """Enter to prepare images, one thread at a time; again, where it prepares those of several fields.
 
         That work holds the GIL and lets go of it often: of several threads each would wait for the next to wake up.
         """
@@ -94,7 +94,7 @@ class TorchcodecCodec:
 
     def __init__(self, device: torch.device, decode_jpeg: Callable[..., Any]) -> None:
         self.device = device
-        self.turn = threading.Lock()
+        self.turn = threading.RLock()
         self._decode_jpeg = decode_jpeg
         self._free: SimpleQueue[CudaLane] = SimpleQueue()
         for _ in range(_LANES):

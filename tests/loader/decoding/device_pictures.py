@@ -70,7 +70,7 @@ class HostCodec:
         self.largest = 0
         self.refused: set[tuple[int, int]] = set()  # heights and widths
         self.error: type[RuntimeError] = RuntimeError
-        self.turn = threading.Lock()
+        self.turn = threading.RLock()
         self.lanes = 0
         self.is_idle = False
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_pictures import RANDOM, batches, encode, load, photo, psnr, turned
+from device_pictures import RANDOM, batches, encode, load, photo, picture, psnr, turned
 
+from penstock.loader import DistributedDataLoader, ImageDecoder, pack
 from penstock.loader.decoding.images import device_images
 from penstock.loader.decoding.images.device_cuts import COLUMNS, Cut, make_table
 from penstock.loader.decoding.images.device_images import DeviceFallbackWarning
@@ -111,6 +112,19 @@ def test_a_group_is_resized_by_one_call(pictures, codec, monkeypatch):
     found = batches(pictures, on_device=True)
     assert all(torch.equal(one["jpg"], other["jpg"]) for one, other in zip(expected, found, strict=True))
     assert sorted(calls) == sorted(codec.calls)
+
+
+def test_two_fields_of_images_are_decoded_on_one_device(tmp_path, codec):
+    rows = ({"__key__": f"{i:03d}", "jpg": picture(i), "other.jpg": picture(i + 1)} for i in range(16))
+    pack(rows, str(tmp_path / "data"), format="tar")
+    taken = []
+    for device in (None, "cuda"):
+        decode = {name: ImageDecoder(size=40, device=device) for name in ("jpg", "other.jpg")}
+        with DistributedDataLoader(str(tmp_path / "data"), batch_size=8, decode=decode, threads=2) as loader:
+            taken.append(list(loader))
+    assert codec.calls
+    for one, other in zip(*taken, strict=True):
+        assert all(psnr(one[name], other[name]) > 28 for name in ("jpg", "other.jpg"))
 
 
 def draw_cuts(random: np.random.Generator, rows: Sequence[int], most: int) -> list[Cut]:
