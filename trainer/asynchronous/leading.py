@@ -95,7 +95,7 @@ def follow(learner: Learner, orders: Orders) -> None:
                 if method == "begin":
                     learner.begin(None)
                 elif method == "train":
-                    learner.train(*values, lambda: False)
+                    learner.train(values[0], lambda: False)
                 else:
                     getattr(learner, method)(*values)
     finally:

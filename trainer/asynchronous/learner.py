@@ -313,7 +313,7 @@ class Learner:
             flat = torch.empty(fragment.size, device=device)
         if self._world.world_size > 1:
             dist.broadcast(flat, src=0)
-        values = iter(flat.split([stop - start for _, start, stop in _spans(fragment)]))
+        values = iter(torch.split(flat, [stop - start for _, start, stop in _spans(fragment)]))
         for name, parts in fragment.parts.items():
             parameter = self._parameters[name]
             own = torch.empty(parameter.numel(), dtype=parameter.dtype, device=device)
