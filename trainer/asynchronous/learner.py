@@ -112,7 +112,8 @@ class Learner:
         named = {bare_name(name): one for name, one in inner.named_parameters() if one.requires_grad}
         self._parameters = {spec.name: named[spec.name] for spec in self.schema.tensors}
         if config.init_from is not None:
-            found = load_weights(inner, config.init_from, config.warm_start, self._world, entered=lambda phase: None)
+            mesh = self._parts.parallel.mesh
+            found = load_weights(inner, config.init_from, config.warm_start, mesh, entered=lambda phase: None)
             self._note(found.describe())
         self._buffers = {name: one.detach().clone() for name, one in inner.named_buffers()}
         self.fixed = {bare_name(name): one for name, one in self._buffers.items()}
