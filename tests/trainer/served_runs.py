@@ -108,7 +108,7 @@ def make_rows(
         "x": torch.randn(count, FEATURES, generator=generator),
         "y": torch.randn(count, generator=generator),
     }
-    sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+    sizes: dict[str, Any] = {"batch_size": batch_size, "global_batch_size": global_batch_size}
     return ArrayLoader(arrays, **sizes, seed=2, rank=rank, world_size=world_size)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from ..server.schema import Schema, TensorSpec
 from ..server.services import DataPlan
 from ..server.shard import ServerConfig
 
+_BUILDING = threading.Lock()  # seeds are the process's
 _NEUTRAL = ("maximize", "amsgrad", "differentiable", "dampening", "lr_decay")  # what servers have no twin of, if set
 _SHARES = ("rank", "world_size", "mesh", "data_dims")
 
@@ -62,7 +64,7 @@ def _count_rows(batches: Any) -> int:
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """Build the recipe's model with the weights that each worker begins with; not in several threads at once.
+    """Build the recipe's model with the weights that each worker begins with, in one thread after another.
 
     Raises:
         TrainerConfigError: it keeps statistics of its batches, of which each worker would have its own.
@@ -72,8 +74,9 @@ def build_model(recipe: Recipe) -> nn.Module:
             f"model.meta=true builds a model without memory, and with parallel.mode={recipe.trainer.parallel.mode!r} "
             "each worker holds a whole one; leave model.meta out"
         )
-    seed_all(recipe.trainer.seed)
-    model = recipe.make_model()
+    with _BUILDING:
+        seed_all(recipe.trainer.seed)
+        model = recipe.make_model()
     freeze_parameters(model, recipe.groups)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats:

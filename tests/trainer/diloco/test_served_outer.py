@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -139,8 +140,8 @@ def test_under_a_quorum_who_pushed_into_an_open_round_goes_on_from_its_own_weigh
     (whole,) = cut_schema(schema, 1)
 
     def exchange(number: int, value: float, unit: int) -> list[float]:
-        options = {"rate": 1.0, "pushes_weights": False, "keeps_own": True}
-        with OuterExchange(clients[number], schema, calls[number], **options) as one:  # type: ignore[arg-type]
+        options: dict[str, Any] = {"rate": 1.0, "pushes_weights": False, "keeps_own": True}
+        with OuterExchange(clients[number], schema, calls[number], **options) as one:
             one.start(Change(fragment=whole, weights={"w": torch.full((4,), value)}, weight=1.0, unit=unit))
             found: list[float] = one.wait()["w"].tolist()
             return found
