@@ -43,7 +43,7 @@ class ServicesHost:
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(32)
         self._listener = Listener((host, 0), family="AF_INET", backlog=128)
-        self.address: tuple[str, int] = self._listener.address  # type: ignore[assignment]
+        self.address: tuple[str, int] = self._listener.address
         self._is_there = Event()
         self._is_closed = False
         self._services: Any = None
