@@ -14,9 +14,11 @@ from ..loader.errors import ConfigError
 from ..trainer.errors import TrainerError
 from ..trainer.report.status.rank_status import FOLDER
 from ..trainer.report.status.scaling import Answer, Wanted, ask_to_scale, read_answer, withdraw_request
+from ..trainer.report.status.servers import FINAL, read_servers
 from .common import Flag, format_count, parse, print_json
 
-_PATIENCE_S = 30.0  # for a run to notice the request
+_PATIENCE_S = 120.0  # for a run to notice the request: it may be waiting for a process that starts anew
+_GRACE_S = 3.0  # for one that says that it has ended, and may be starting again
 _GLANCE_S = 0.1
 
 
@@ -78,10 +80,12 @@ def _wait(folder: Path, wanted: Wanted) -> Answer:
     asked_s = time.monotonic()
     while True:
         answer = read_answer(folder, wanted)
-        if answer is None and time.monotonic() - asked_s > _PATIENCE_S:
+        status = read_servers(folder)
+        patience_s = _GRACE_S if status is not None and status.state in FINAL else _PATIENCE_S
+        if answer is None and time.monotonic() - asked_s > patience_s:
             withdraw_request(folder)
             raise TrainerError(
-                f"no run in {folder} has answered for {_PATIENCE_S:.0f} s: it has ended, hangs, or is not over a "
+                f"no run in {folder} has answered for {patience_s:.0f} s: it has ended, hangs, or is not over a "
                 "parameter server; look at it with penstock top"
             )
         if answer is not None and answer.progress == "refused":

@@ -33,8 +33,8 @@ WORKERS = 4
 POLICIES = ("bsp", "ssp(4)", "asp", "quorum(3, 0.01)")
 KINDS = {
     "all alike": "no worker is slow",
-    "one slow": "one of four takes four times as long, always",
-    "slow in turn": "each takes four times as long in a quarter of its steps",
+    "one slow": "one of the four takes 4 times as long",
+    "slow in turn": "a quarter of all steps take 4 times as long",
 }
 
 
@@ -159,11 +159,11 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             axes.plot([place] * len(by_policy[policy]), by_policy[policy], "o", color="black", ms=3, alpha=0.6)
             axes.text(place, one * 0.5, f"{one / medians['bsp']:.2f}x", ha="center", color="white", fontsize=9)
         axes.axhline(ideal[kind], color="#c44e52", lw=1, ls="--", label="nobody ever waits")
-        axes.set_xticks(range(len(medians)), list(medians), fontsize=8)
-        axes.set_title(f"{kind}: {words}", fontsize=7.5)
+        axes.set_xticks(range(len(medians)), [policy.replace("(3", "\n(3") for policy in medians], fontsize=8)
+        axes.set_title(f"{kind}\n{words}", fontsize=8.5)
         hide_spines(axes)
     panels[0].set_ylabel("samples/s of all four")
-    panels[0].legend(fontsize=7, frameon=False, loc="lower right")
+    panels[1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0.0, 0.9))
     cores = result["machine"]["cores"]
     note(
         figure, f"4 workers, 2 shards, threads of one process; computing is sleeping {step_s * 1e3:g} ms; {cores} cores"

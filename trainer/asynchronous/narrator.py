@@ -112,11 +112,13 @@ class Narrator:
 
     def follow(self, view: View, *, is_last: bool = False) -> None:
         """Tell what is new since the last look."""
-        for name in _SUMS:
-            self._sums[name] = sum(one.get(f"{name}_sum", 0.0) for one in view.numbers.values())
+        sums = {name: sum(one.get(f"{name}_sum", 0.0) for one in view.numbers.values()) for name in _SUMS}
+        if sums["batches"] < self._sums["batches"]:  # of a coordinator that has started anew, which begins at zero
+            self._before = {name: before - self._sums[name] for name, before in self._before.items()}
+        self._sums = sums
         self._consumed = view.consumed
         is_learned = self._recipe.trainer.parallel.mode == "diloco"  # a batch counts long after it is trained on
-        progress = int(self._sums["batches"]) if is_learned else view.consumed, view.evaluated
+        progress = int(sums["batches"]) if is_learned else view.consumed, view.evaluated
         if progress != self._progress:
             self._progress, self._progressed_s = progress, time.monotonic()
         is_due = view.step - self._step >= self._recipe.trainer.report.every

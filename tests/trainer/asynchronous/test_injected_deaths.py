@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -93,6 +93,10 @@ class FragileRun:
             if shard not in self.shards.hosts:
                 raise ShardUnreachableError(f"{shard} is gone")
             return self.shards.hosts[shard].handle(request, time.time())
+
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        reply = self.call(shard, request)
+        return lambda: reply
 
     def placement(self) -> Placement:
         with self._lock:

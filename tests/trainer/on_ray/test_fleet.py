@@ -16,16 +16,20 @@ from server_cluster import adding, few_buckets
 
 from penstock.storage import open_store
 from penstock.trainer.errors import ShardUnreachableError
+from penstock.trainer.on_ray import coordinator_actor, shard_actor
 from penstock.trainer.on_ray import fleet as fleet_module
-from penstock.trainer.on_ray import shard_actor
+from penstock.trainer.on_ray import services as services_module
 from penstock.trainer.on_ray.calls import Refused
+from penstock.trainer.on_ray.coordinator_actor import CoordinatorSettings, RunCoordinator
 from penstock.trainer.on_ray.fleet import Fleet
-from penstock.trainer.on_ray.shard_actor import ParameterShard
+from penstock.trainer.on_ray.services import RayServices
+from penstock.trainer.on_ray.shard_actor import Filling, ParameterShard, ShardSettings
 from penstock.trainer.server.checkpoints import complete
 from penstock.trainer.server.client import ClientConfig, ServerClient
 from penstock.trainer.server.coordinator import Coordinator, Identity
-from penstock.trainer.server.messages import Header, Reply, Request
+from penstock.trainer.server.messages import Header, Reply, Request, count_bytes
 from penstock.trainer.server.refused import raise_refused
+from penstock.trainer.server.schema import Schema, TensorSpec
 from penstock.trainer.server.services import DataPlan
 
 V = {"w": torch.arange(12.0).view(3, 4) - 5, "b": torch.tensor([3.0, -7.0])}
@@ -248,3 +252,60 @@ def test_a_shard_that_has_not_its_buckets_yet_hears_who_takes_part_and_answers_n
     assert "w" not in actor._shard.own.members
     assert actor.fill("", shard_actor.Filling(weights={"shard-0": 1.0})) == ""
     assert time.time_ns() > actor._start
+
+
+def test_what_workers_measure_becomes_weights_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(monkeypatch)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(services_module, "wait_for", lambda reply, name, timeout_s: raise_refused(reply()))
+    monkeypatch.setattr(services_module, "find_actor", ray.handle)
+    monkeypatch.setattr(services_module.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(coordinator_actor, "find_actor", ray.handle)
+    monkeypatch.setattr(coordinator_actor, "wait_for", lambda reply, name, timeout_s: raise_refused(reply()))
+    schema = Schema([TensorSpec(name="w", shape=(1 << 21,), piece=1 << 17), TensorSpec(name="b", shape=(2,))])
+    config = adding(schema=schema, token="t")
+    weights = {"shard-0": 1.0, "shard-1": 1.0}
+    for name in weights:
+        ray.actors[name] = ParameterShard(
+            ShardSettings(name=name, config=config, weights=weights, replicas=1, place=str(tmp_path))
+        )
+        assert ray.actors[name].fill("t", Filling(weights=weights)) == ""
+        handle = ray.actors[name].handle
+        seconds = 0.01 if name == "shard-0" else 0.04
+
+        def slowly(request: Request, handle: Any = handle, seconds: float = seconds) -> Any:
+            clock.now += seconds * count_bytes(request) / 1e6
+            return handle(request)
+
+        ray.actors[name].handle = slowly
+    settings = CoordinatorSettings(
+        plan=DataPlan(batches=10**6, units=10**6, rows=1, span=1, workers=1),
+        identity=Identity(run="r", schema=schema.digest, token="t"),
+        weights=weights,
+        silence_s=1e9,
+        expected=1,
+        journal=str(tmp_path / "journal"),
+    )
+    ray.actors["coordinator"] = RunCoordinator(settings)
+    services = RayServices("t")
+    begun = services.begin("w")
+    lease = services.lease("w", begun.incarnation, -1)
+    assert lease is not None
+    header = Header(run="r", schema=schema.digest, worker="w", incarnation=begun.incarnation, token="t")
+    client = ServerClient(header, schema, call=services.call, placement=services.placement, wait=lambda seconds: None)
+    client.join()
+    client.create({spec.name: torch.zeros(spec.shape) for spec in schema.tensors})
+    for _ in range(3):
+        client.push({spec.name: torch.ones(spec.shape) for spec in schema.tensors})
+        client.advance()
+    services.report("w", {"batches_sum": 3.0})
+    services.consume("w", begun.incarnation, lease.number, 1)
+    told = ray.actors["coordinator"].tick("t")
+    assert told["speeds"] == pytest.approx({"shard-0": 100.0, "shard-1": 25.0})
+    assert told["weights"] == weights
+    assert services.placement().weights == weights
+    again = RunCoordinator(settings)  # from its journal
+    assert again.where() == ray.actors["coordinator"].where()
+    assert isinstance(ray.actors["coordinator"].ask("wrong", "weigh", 1.0), Refused)
+    for one in (again, ray.actors["coordinator"]):
+        one._file.close()

@@ -129,7 +129,7 @@ def test_a_fault_at_every_call_of_a_move_loses_nothing(is_replicated: bool, faul
     at, calls = 0, 1
     while at < calls:
         cluster, twin = Cluster(adding(), is_replicated=is_replicated), Twin()
-        clients = cluster.start(2)
+        clients = cluster.start(1)
         cluster.move_faults = iter(["none"] * at + [fault])
         cluster.begin_move(SETS[3])
         before = cluster.now
