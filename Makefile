@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray test quick full lint docs bench gpu clean servers
+.PHONY: help demo demo-ray test quick full lint docs extras bench gpu clean servers
 
 help:
 	@echo 'make demo             train on 3 ranks, kill one, resume on 2, audit every delivery (about a minute)'
@@ -24,6 +24,7 @@ help:
 	@echo 'make quick            only the tests that start no server and no ranks, and kill nothing'
 	@echo 'make lint             ruff check, ruff format --check, mypy'
 	@echo 'make docs             build the documentation site into build/site; bad links and missing docstrings fail'
+	@echo 'make extras           install each extra alone beside a torch for CPUs, and import it; ARGS="bench ray" some of them'
 	@echo 'make bench            penstock beside other loaders in some minutes; ARGS="--full" takes hours'
 	@echo 'make gpu              the tests that need a GPU, and loaders that feed one; says so where there is none'
 	@echo 'make clean            remove the virtual environment and everything that was made'
@@ -60,6 +61,10 @@ docs: $(VENV)-docs/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict
 	@echo 'the site is in build/site; read it by: $(VENV)-docs/bin/python -m http.server --directory build/site'
 
+# In environments of their own, which are removed. ARGS="--torch FILE" takes the torch from there, not from its index.
+extras:
+	$(PYTHON) devtools/extras.py $(ARGS)
+
 gpu: $(VENV)/.bench $(VENV)/.test $(VENV)/.gpu
 	$(BIN)/python -m devtools gpu $(ARGS)
 
@@ -92,12 +97,14 @@ $(BIN)/python:
 # are parts of the one installed: `make lint` and then `make test` install once.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing penstock[$(EXTRAS)] into $(VENV), which takes some minutes the first time'
-	@$(PIP_INSTALL) -e '.[$(EXTRAS)]'
+	@$(PIP_INSTALL) -e '.[$(EXTRAS)]' $(BESIDES)
 	@touch $@ $(HOLDS)
 
 $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.demo-ray: EXTRAS := demo,ray
 $(VENV)/.demo-ray: HOLDS := $(VENV)/.demo
+# Of the tests of MDS; no extra has it, as pyproject.toml explains.
+$(VENV)/.test $(VENV)/.lint: BESIDES := 'mosaicml-streaming>=0.11'
 $(VENV)/.test: EXTRAS := test
 $(VENV)/.test: HOLDS := $(VENV)/.demo $(VENV)/.demo-ray
 $(VENV)/.lint: EXTRAS := test,lint

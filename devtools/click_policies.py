@@ -1,12 +1,17 @@
-"""AUC of the click model under the policies of a parameter server, beside one process with batches of the same size."""
+"""AUC of the click model under the policies of a parameter server, beside one process with batches of the same size.
+
+Both with its embeddings in the model, which workers hold whole, and with tables on the servers.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,9 +46,6 @@ class Config:
     epochs: int = 2
     """Epochs of each run."""
 
-    served: bool = False
-    """Have the embeddings on the servers, too, which takes more than ten times as long."""
-
     out: OptionalPath = None
     """Write the results here as JSON, too."""
 
@@ -59,11 +61,11 @@ def load(split: str, rows: int, **options: Any) -> ArrayLoader:
     return ArrayLoader(_read(split, rows), **options)
 
 
-def make_recipe(config: Config, folder: str, *, batch: int, policy: str) -> Recipe:
-    """The recipe ``clicks`` on data in memory, over a parameter server."""
+def make_recipe(config: Config, folder: str, *, batch: int, policy: str, is_served: bool) -> Recipe:
+    """The recipe ``clicks`` on data in memory, over a parameter server, where its embeddings lie, too, if served."""
     tables = read_tables("clicks")
     name = "devtools.click_policies:load"
-    tables["model"]["args"]["served"] = config.served
+    tables["model"]["args"]["served"] = is_served
     train = {"split": "train", "rows": config.rows, "global_batch_size": batch, "seed": 0}
     held_out = {"split": "test", "rows": config.rows, "global_batch_size": 2064, "shuffle": False, "last_batch": "pad"}
     tables["data"] = {"use": name, "args": train}
@@ -84,15 +86,18 @@ def make_recipe(config: Config, folder: str, *, batch: int, policy: str) -> Reci
 def main(config: Config) -> None:
     torch.set_num_threads(1)
     rows = []
-    for workers, batch, policy in _CASES:
+    for is_served, (workers, batch, policy) in product((False, True), _CASES):
         with tempfile.TemporaryDirectory() as folder:
-            recipe = make_recipe(config, folder, batch=batch, policy=policy)
+            recipe = make_recipe(config, folder, batch=batch, policy=policy, is_served=is_served)
+            started = time.process_time()
             summary = train_locally(recipe, workers=workers, shards=2)
+            cpu_s = time.process_time() - started
         is_merged = policy in ("bsp", "ssp(0)")
         updates = summary.steps if is_merged else summary.samples * workers // batch
-        row: dict[str, Any] = {"workers": workers, "batch": batch // workers, "policy": policy}
-        row |= {"updates": updates, "auc": summary.metrics["auc"], "loss": summary.metrics["loss"]}
-        rows.append(row | {"seconds": summary.seconds})
+        row: dict[str, Any] = {"embeddings": "on the servers" if is_served else "in the model"}
+        row |= {"workers": workers, "batch": batch // workers, "policy": policy, "updates": updates}
+        row |= {"auc": summary.metrics["auc"], "loss": summary.metrics["loss"]}
+        rows.append(row | {"seconds": summary.seconds, "cpu_seconds": cpu_s})
         print("  ".join(f"{name} {round(one, 4) if isinstance(one, float) else one}" for name, one in rows[-1].items()))
     if config.out is not None:
         found = {
@@ -102,7 +107,6 @@ def main(config: Config) -> None:
             "versions": list_versions(),
             "rows": config.rows,
             "epochs": config.epochs,
-            "served": config.served,
             "runs": rows,
         }
         config.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -25,6 +25,7 @@ _RANKS = 2
 CASES: dict[str, dict[str, Any] | None] = {
     "allreduce": None,
     "diloco": {},
+    "low momentum": {"momentum": 0.5},
     "diloco, int8": {"codec": "int8"},
     "streaming": {"fragments": 5, "overlap": 2, "alpha": 0.5, "codec": "bf16"},
     "average": {"rate": 1.0, "momentum": 0.0},
@@ -50,6 +51,7 @@ def run_case(name: str, folder: Path, *, steps: int, every: int) -> dict[str, An
         *("-m", "penstock.trainer", "gpt", f"--trainer.steps={steps}", f"--trainer.output-dir={output}"),
         *(f"--trainer.parallel.{key}={one}" for key, one in options.items()),
         *(f"--trainer.checkpoint.every-steps={steps // 2}", "--trainer.checkpoint.keep-best=0"),
+        f"--trainer.schedule.warmup-steps={max(1, steps // 10)}",
         *("--trainer.report.quiet=true", "--trainer.report.every=10", f"--trainer.evaluate.every={steps}"),
     ]
     print(" ".join(command), flush=True)

@@ -29,7 +29,7 @@ from .arguments import OptionalPath, parse_config
 from .gpu.parts import ALONE, PERIOD_S, GpuConfig, Peer, measure_interference, prepare_jobs
 from .gpu.show import launch_ratios, print_interference
 
-_OURS = ("threads", "processes", "device")
+_OURS = ("threads", "processes", "process", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,9 @@ class Config:
     """Times a loop of 3,000 tiny operations a step that takes some decoded images each 50 ms, fed in several ways.
 
     By nothing; by nothing, beside a foreign process that decodes as much; by penstock with threads, with worker
-    processes and, on a GPU, decoding there; and by each peer. All rates are below what a loader can do, so that what is
-    seen is how it gets in the loop's way. Ways take turns, and ratios are those of a round.
+    processes, with its pipeline in a process of its own and, on a GPU, decoding there; and by each peer. All rates are
+    below what a loader can do, so that what is seen is how it gets in the loop's way. Ways take turns, and ratios are
+    those of a round.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"

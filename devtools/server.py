@@ -64,7 +64,12 @@ class BareActor:
         return self._values
 
 
-def make_client(config: ServerConfig, call: Callable[[str, Request], Reply], codec: CodecConfig) -> ServerClient:
+def make_client(
+    config: ServerConfig,
+    call: Callable[[str, Request], Reply],
+    codec: CodecConfig,
+    start: Callable[[str, Request], Callable[[], Reply]] | None = None,
+) -> ServerClient:
     """Make a worker of one shard that has joined, with a tensor of zeros."""
     client = ServerClient(
         Header(run=config.run, schema=config.schema.digest, worker="worker-0"),
@@ -72,6 +77,7 @@ def make_client(config: ServerConfig, call: Callable[[str, Request], Reply], cod
         call=call,
         placement=lambda: Placement({"shard-0": 1.0}),
         wait=time.sleep,
+        start=start,
         config=ClientConfig(push=codec, pull=CodecConfig(codec="bf16" if codec.codec == "bf16" else "fp32")),
     )
     client.join()
@@ -80,9 +86,9 @@ def make_client(config: ServerConfig, call: Callable[[str, Request], Reply], cod
 
 
 def time_step(client: ServerClient, values: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a push and of a pull."""
+    """Seconds of a push, of values that are given away as the trainer's are, and of a pull."""
     started = time.perf_counter()
-    client.push({"w": values})
+    client.push({"w": values}, is_given=True)
     pushed = time.perf_counter()
     client.pull()
     return pushed - started, time.perf_counter() - pushed
@@ -105,9 +111,10 @@ def count_wire(config: ServerConfig, codec: CodecConfig, size: int) -> dict[str,
     client.pull()
     blocks = -(-size // 2048)
     formula = {"fp32": 4 * size, "bf16": 2 * size, "int8": size + 4 * blocks, "topk": 8 * -(-size // 100)}[codec.codec]
+    parts = len(config.schema.buckets())
     return {
         "push_bytes": counted["push"],
-        "push_formula": formula,
+        "push_formula": formula + (24 + 33) * parts,  # numbers of each part, and of its answer
         "pull_bytes": counted["pull"],
         "pull_formula": (2 if codec.codec == "bf16" else 4) * size,
     }
@@ -151,7 +158,11 @@ def measure_ray(config: ServerConfig, values: torch.Tensor, rounds: int, folder:
             reply: Reply = wait_for(shard.handle.remote(request), name, timeout_s=_ANSWER_S)
             return reply
 
-        client = make_client(config, call, CodecConfig())
+        def begin(name: str, request: Request) -> Callable[[], Reply]:
+            reply = shard.handle.remote(request)
+            return lambda: wait_for(reply, name, timeout_s=_ANSWER_S)
+
+        client = make_client(config, call, CodecConfig(), begin)
         array = values.numpy()
         times, bare_times = [], []
         for index in range(rounds + 3):

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..storage.memory.buffers import BUFFERS
+from .arrow_arrays import AnyArray, view_numbers, wrap_numbers
 from .order.cached import cached_property
 from .order.permutation import IntArray
 
@@ -37,8 +38,6 @@ __all__ = [
 
 # The sample's key, where the format has keys: text, and the same for every member of a sample.
 KEY_COLUMN = "__key__"
-
-AnyArray = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 # From here on float64 leaves integers out.
 EXACT_INTEGERS = 1 << 53
@@ -118,7 +117,7 @@ class ObjectColumn:
 
     def take(self, rows: IntArray) -> list[Any]:
         """The values of ``rows`` as Python objects; None where null. Times finer than Python's are NumPy's."""
-        taken = self.values.take(pa.array(rows))
+        taken = self.values.take(wrap_numbers(rows))
         try:
             return python_values(taken)
         except ValueError:
@@ -131,8 +130,8 @@ class ObjectColumn:
             return None
         if self.values.null_count or self.values.values.null_count:
             return None
-        offsets = np.asarray(self.values.offsets).astype(np.int64)
-        return Ragged(self.values.values.to_numpy()[offsets[0] :], offsets - offsets[0])
+        offsets = view_numbers(self.values.offsets).astype(np.int64)
+        return Ragged(view_numbers(self.values.values)[offsets[0] :], offsets - offsets[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class Levels:
     fetch_threads: int = 0
     decode_threads: int = 0
     decode_processes: int = 0
+    loader_process: int = 0
     read_ahead_bytes: int = 0
     tuning_changes: int = 0
     tuning: str = ""
@@ -96,6 +97,12 @@ class Counters:
         timeline = self.timeline
         if timeline is not None:
             _draw(timeline, amounts, since)
+
+    def absorb(self, amounts: Mapping[str, float]) -> None:
+        """Add what another process has done, which is drawn there."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._amounts[name] += amount
 
     def totals(self) -> Totals:
         """The sums so far, all of one moment."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, cast
 import torch
 
 from ..storage.observability.timeline import Timeline, write_chrome_trace
-from .config.checks import LastBatch, SampleWeights, check_at_least
+from .config.checks import LastBatch, PlaceChoice, SampleWeights, check_at_least
 from .config.foreign import refuse_foreign
 from .config.loader_config import LoaderConfig
 from .counters import Counters
@@ -102,6 +102,9 @@ class DistributedDataLoader(Generic[BatchT]):
         processes: worker processes that decode and transform instead of threads, with the same results: for a
             transform in pure Python, which holds the GIL; define it at the top level of a module. ``memory_limit`` does
             not cover the processes' own memory. "auto": of images alone, where a rank has many cores.
+        place: "process" plans, reads, decodes and makes batches in a process of its own beside this one, so that no
+            thread of the loader holds up the training loop; "auto" does so where images or functions of yours are
+            worked on and can be sent there. Define functions at the top level of a module.
         memory_limit: bytes (or '2GiB') for everything that the loader holds; "auto" follows the machine and cgroup.
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
         rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1. What was
@@ -166,6 +169,7 @@ class DistributedDataLoader(Generic[BatchT]):
         read_ahead: int | str = "auto",
         autotune: bool | Literal["auto"] = "auto",
         processes: int | Literal["auto"] = "auto",
+        place: PlaceChoice = "threads",
         memory_limit: int | str = "auto",
         cache_dir: str | PathLike[str] | None = None,
         cache_limit: int | str | None = None,
@@ -217,6 +221,7 @@ class DistributedDataLoader(Generic[BatchT]):
             read_ahead=read_ahead,
             autotune=autotune,
             processes=processes,
+            place=place,
             memory_limit=memory_limit,
             cache_dir=cache_dir,
             cache_limit=cache_limit,

@@ -82,6 +82,7 @@ class LoaderMetrics(Levels, StoreCounts, Totals):
         fetch_threads: threads that fetch and open chunks.
         decode_threads: threads, or worker processes, that decode and transform.
         decode_processes: how many of these are worker processes.
+        loader_process: the number of the process beside this one in which the pipeline runs; 0 where threads do all.
         read_ahead_bytes: how much of chunks, and of batches, may be held ahead of need.
         tuning_changes: how often the last three were changed while the loader ran.
         tuning: the last decision on them and its reason, for people to read.

@@ -43,7 +43,7 @@ FLOORS = {
     "loader": (
         {"counters", "errors", "progress"},
         {"metrics"},
-        {"limits", "order"},
+        {"arrow_arrays", "limits", "order"},
         {"columns"},
         {"formats"},
         {"dataset"},
@@ -79,7 +79,8 @@ FLOORS = {
         {"report", "weights"},
         {"config"},
         {"recipes", "run"},
-        {"asynchronous", "parts"},
+        {"parts"},
+        {"asynchronous"},
         {"trainer"},
         {"on_ray"},
         {"__main__"},

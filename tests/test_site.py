@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path, PurePosixPath
 
 import pytest
 
-from devtools.pages import commands, faces, links, reference
+from devtools.pages import commands, dashboard, faces, links, reference
 from penstock.cli import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -110,3 +112,55 @@ def test_images_in_html_become_those_of_markdown_by_the_colours_of_the_page() ->
     assert links.images_as_markdown(picture) == "![A run](a.png#only-light)\n![A run](b.png#only-dark)"
     assert links.images_as_markdown('<img src="a.svg" width="480" alt="A">') == "![A](a.svg){ width=480 }"
     assert links.plain_fences("```python torchrun\nx\n```\n```toml\n```\n") == "```python\nx\n```\n```toml\n```\n"
+
+
+def test_the_dashboard_is_drawn_with_every_panel_and_says_where_nothing_was_recorded() -> None:
+    board = json.loads(dashboard.BOARD.read_text())
+    lines = {
+        "stat Loss": [dashboard.Line(name="", points=((0.0, 0.5), (10.0, 0.25)))],
+        "timeseries Loss": [dashboard.Line(name="loss", points=((0.0, 0.5), (10.0, 0.25)))],
+        "timeseries Where a rank's time goes": [
+            dashboard.Line(name="fetch <1>", points=((0.0, 0.25), (10.0, 0.25))),
+            dashboard.Line(name="forward", points=((0.0, 0.5), (10.0, 0.75))),
+        ],
+    }
+    texts = [
+        text.text for text in ET.fromstring(dashboard.draw_board(board, lines, dashboard.DARK)).iter() if text.text
+    ]
+    begins = [panel["title"][:25] for panel in board["panels"]]  # long ones are cut
+    assert [text[:25] for text in texts if text[:25] in begins] == begins
+    assert texts.count("No data") == len([panel for panel in board["panels"] if panel["type"] != "row"]) - len(lines)
+    assert {"0.25", "loss", "fetch <1>", "100%", "10 s"} <= set(texts)
+
+
+def test_lines_of_a_stacked_panel_lie_upon_each_other() -> None:
+    first = dashboard.Line(name="a", points=((0.0, 1.0), (1.0, 2.0)))
+    second = dashboard.Line(name="b", points=((1.0, 3.0),))
+    assert [line.points for line in dashboard.stack([first, second])] == [
+        ((0.0, 1.0), (1.0, 2.0)),
+        ((0.0, 1.0), (1.0, 5.0)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.456, "percentunit", "45.6%"),
+        (0.0123, "s", "12.3 ms"),
+        (2.5, "s", "2.5 s"),
+        (1536.0, "bytes", "1.5 KiB"),
+        (0.0, "Bps", "0 B/s"),
+        (12_345.0, "none", "12.3k"),
+        (7.0, "reqps", "7/s"),
+    ],
+)
+def test_numbers_of_the_dashboard_have_its_units(value: float, unit: str, text: str) -> None:
+    assert dashboard.write_value(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0.0, 1.0, [0, 0.25, 0.5, 0.75, 1]), (0.0, 339.0, [0, 100, 200, 300, 400]), (-3.0, 10.0, [-5, 0, 5, 10])],
+)
+def test_ticks_of_the_dashboard_are_round_numbers(low: float, high: float, ticks: list[float]) -> None:
+    assert dashboard.choose_ticks(low, high) == pytest.approx(ticks)

@@ -47,13 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recipe.check()
             if not command.plan and (command.ranks != 1 or command.memory is not None):
                 raise RecipeError("--ranks and --memory say what --plan plans for; add --plan, or leave them out")
-            if recipe.trainer.parallel.mode != "parameter_server" and (command.workers, command.shards) != (1, 1):
+            is_served = recipe.trainer.parallel.uses_servers
+            if not is_served and (command.workers, command.shards) != (1, 1):
                 raise RecipeError(
                     "--workers and --shards are of parallel.mode='parameter_server'; set that, or leave them out"
                 )
+            if command.plan and is_served and recipe.trainer.parallel.mode == "diloco":
+                raise RecipeError(
+                    "--plan plans for the ranks of a launcher, and with parallel.diloco.over='server' learners are "
+                    "started; plan one learner, with parallel.mode='allreduce' and --ranks of its ranks"
+                )
             if command.address is not None and not command.ray:
                 raise RecipeError("--address without --ray, which it is for; add that")
-            if recipe.trainer.parallel.mode != "parameter_server" and command.ray:
+            if not is_served and command.ray:
                 raise RecipeError(
                     "--ray is for parallel.mode='parameter_server'; add --trainer.parallel.mode=parameter_server, or "
                     "leave it out"
@@ -65,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print_plan(recipe, ranks=command.ranks, memory=command.memory)
                 return 0
         is_alike = False
-        if recipe.trainer.parallel.mode == "parameter_server":
+        if is_served:
             return EXIT_STALLED if train_asynchronously(command) else 0
         world = open_world(device=recipe.trainer.device)
         prepare_data(recipe, world)
@@ -116,6 +122,11 @@ def train_asynchronously(command: Command) -> bool:
     from .asynchronous.local_run import train_locally
 
     recipe, ranks = command.recipe, int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and recipe.trainer.parallel.mode == "diloco":
+        raise RecipeError(
+            f"parallel.diloco.over='server' starts its workers itself, and WORLD_SIZE={ranks} says that a launcher "
+            "started several processes; start one: python -m penstock.trainer RECIPE --workers 3 --shards 2"
+        )
     if ranks > 1 and (command.ray or command.workers != 1):
         given = "--ray" if command.ray else f"--workers={command.workers}"
         raise RecipeError(

@@ -31,6 +31,11 @@ _SERVED = (
     *("steps", "epochs", "seed", "device", "output_dir", "export", "stall_timeout_s", "parallel", "server"),
     *("precision", "step", "schedule", "evaluate", "checkpoint", "report"),
 )
+# What parallel.mode="diloco" has a part for over servers; a learner lays its own model out, and steps it.
+_LEARNED = (
+    *(*_SERVED, "init_from", "warm_start", "activation", "compile"),
+    *("parallel.*", "precision.*", "step.microbatch", "step.on_nan", "step.max_skipped"),
+)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib leaves one slash of two
 
 
@@ -161,13 +166,18 @@ class TrainerConfig:
 
     def _check_mode(self) -> None:
         """Refuse what a parameter server has no part in, and a table for one where there is none."""
-        if self.parallel.mode != "parameter_server":
+        if not self.parallel.uses_servers:
             if self.server != ParameterServerConfig():
                 raise TrainerConfigError(
                     f"[trainer.server] is for parallel.mode='parameter_server', and parallel.mode="
                     f"{self.parallel.mode!r}; set that, or leave the table out"
                 )
             return
+        is_learned = self.parallel.mode == "diloco"
+        way = "parallel.diloco.over='server', where learners" if is_learned else ""
+        way = way or "parallel.mode='parameter_server', where workers"
+        other = "parallel.diloco.over" if is_learned else "parallel.mode"
+        also = _LEARNED if is_learned else ()
         for where, given, kept in (
             ("parallel.", self.parallel, ("mode",)),
             ("", self, _SERVED),
@@ -178,15 +188,32 @@ class TrainerConfig:
             for key in fields(given):
                 value = getattr(given, key.name)
                 default = key.default if key.default_factory is MISSING else key.default_factory()
-                if key.name not in kept and value != default:
+                is_kept = key.name in kept or f"{where}{key.name}" in also or f"{where}*" in also
+                if not is_kept and value != default:
                     shown = f"={value!r}" if not is_dataclass(value) else " is set, and"
                     raise TrainerConfigError(
-                        f"{where}{key.name}{shown} has no part in parallel.mode='parameter_server', where workers step "
-                        f"by themselves; leave {where}{key.name} out, or use parallel.mode='allreduce'"
+                        f"{where}{key.name}{shown} has no part in {way} step "
+                        f"by themselves; leave {where}{key.name} out, or use {other}='allreduce'"
                     )
+        if is_learned:
+            self._check_learned()
+            return
         if self.precision.dtype == "fp16":
             raise TrainerConfigError(
                 "precision.dtype='fp16' needs a loss scale that all workers share; use precision.dtype='bf16'"
+            )
+
+    def _check_learned(self) -> None:
+        """Refuse what says twice, or cannot be, how learners exchange over servers."""
+        if self.server.lease != ParameterServerConfig().lease:
+            raise TrainerConfigError(
+                f"server.lease={self.server.lease} with parallel.diloco.over='server': a learner leases the batches of "
+                "its steps between two exchanges; leave server.lease out, and give parallel.diloco.every"
+            )
+        if self.step.on_nan == "rewind":
+            raise TrainerConfigError(
+                "step.on_nan='rewind' goes back to a checkpoint, and learners over servers do not; use "
+                "step.on_nan='skip' or 'stop'"
             )
 
     def _check_layout(self) -> None:

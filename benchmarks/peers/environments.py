@@ -74,7 +74,8 @@ def python_here(peer: Peer) -> str:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise PeerUnavailableError(f"it is not installed; pip install {peer.package}, or 'penstock[bench]'")
+        extra = ", or 'penstock[bench]'" if peer.package == "webdataset" else ""
+        raise PeerUnavailableError(f"it is not installed; pip install {peer.package}{extra}")
     return sys.executable
 
 

@@ -15,64 +15,52 @@ from .hosts.scene import LAUNCHER_S
 
 _HEAD = """# Reliability
 
-What happens to a job when its network, its server, its processes or its disk fail: what you see, what is lost, and how
-long it takes. All of it is measured: `python -m devtools faults` makes each fault between real processes and a real S3
-server, compares every batch with the plan and every sample with a digest, and fails where a limit does not hold.
+What happens to a job when its network, its server, its processes or its disk fail. All of it is measured: `python -m
+devtools faults` makes each fault between real processes and a real S3 server, compares every batch with the plan and
+every sample with a digest, and fails where a limit does not hold.
 
 ## What is promised
 
 - **No sample is lost, given twice or mixed up** by any fault below: neither in the job that meets it, nor in the one
   that continues from its last position, on any number of ranks.
 - **Passing faults are waited for.** Requests are retried for two minutes. A single bad response costs at most 30
-  seconds, and mostly none. A warning tells of delays of more than ten seconds. A 403 by a store that answered before,
-  and a 404 for an indexed object, are retried twice.
-- **Lasting faults are errors** that name the object and say what to do. The position stays at the last batch that was
-  handed out, so the next start, or the next call of `next`, continues there.
+  seconds, and mostly none.
+- **Lasting faults are errors** that name the object and say what to do. The next start, or the next call of `next`,
+  continues after the last batch that was handed out.
 - **An error on one rank reaches all ranks in seconds**, with the first cause ([below](#when-one-rank-fails)).
-- **The cache is never trusted.** Entries are bound to their names and have checksums; damaged, cut, swapped or missing
-  ones are fetched again. A disk that fills up or becomes read-only costs speed, not the run.
-- **Nothing is left behind**: after `close()` no thread and no descriptor, after a SIGKILL no lock and no shared memory.
-  A request that hangs keeps its thread until its time is over, up to half a minute.
+- **The cache is never trusted.** Damaged, cut, swapped or missing entries are fetched again. A disk that fills up or
+  becomes read-only costs speed, not the run.
+- **Nothing is left behind**: after `close()` no thread and no descriptor, after a SIGKILL no lock and no shared
+  memory.
 
 ## What is not promised
 
 - **Right bytes without checksums.** `penstock index` and `penstock pack` store checksums; the index that a first use
-  builds has none. Then a damaged tar or token file can give wrong samples, which no reader could tell.
-- **No repetition after a kill.** Batches between the last checkpoint and the kill come again, as a resume from it
-  needs; `penstock audit` counts them as replayed.
+  builds has none.
+- **No repetition after a kill.** Batches between the last checkpoint and the kill come again; `penstock audit`
+  counts them as replayed.
 - **Speed under faults.** Errors at 30% of all requests make a job several times slower.
-- **An end of ranks that hang inside a collective.** The loader does not end processes. The trainer's watchdog does, and
-  torchrun does once one rank has ended.
-- **Protection from those who may write to your data set**: they may write an index with other checksums, too.
+- **An end of ranks that hang inside a collective.** The trainer's watchdog ends processes, and torchrun does once
+  one rank has ended; the loader does not.
 
 """
 
 _ONE_RANK = """## When one rank fails
 
-A loader whose error ends a pass tells all ranks of its process group, through the group's key-value store. This needs
-no trainer and no collective, and never initialises `torch.distributed`. It holds for loaders whose data several ranks
-share, not for one with `rank=0, world_size=1`.
+A loader whose error ends a pass tells all ranks of its process group, through the group's key-value store. This
+needs no trainer and no collective.
 
 - A rank that **waits for a batch** is woken and raises `RankStoppedError`: "rank 1 stopped: ChecksumError:
   shard-000007.tar at byte 0: ...". One that **trains** raises it at its next batch.
-- A rank that is **blocked in a collective**, such as DDP's all-reduce, cannot be woken safely. Its log names the first
-  cause at once, and if the collective ends, it raises at its next batch. When the failing rank exits, gloo fails on the
-  others, and torchrun ends them; with `DistributedTrainer` the watchdog ends blocked ranks, with the same cause.
-- The **failing rank** holds its error back until the others know of it, for at most two seconds. If another rank failed
-  before, a note at its error says so.
-- A rank that **cannot make its loader** (a folder that it cannot write) ends the others at their first batch, once the
-  process group is initialised; blocked ones log it. If all ranks fail alike, each raises its own error.
-- A rank that **falls silent** (stopped, its host down or cut off) is reported to all after two minutes: each rank
-  counts up a key of the store every five seconds, and watches the next rank's. One that is cut off from the store says
-  so after two to three minutes.
+- A rank that is **blocked in a collective**, such as DDP's all-reduce, cannot be woken safely. Its log names the
+  first cause at once. When the failing rank exits, gloo fails on the others, and torchrun ends them; with
+  `DistributedTrainer` the watchdog does.
+- A rank that **cannot make its loader** ends the others at their first batch, once the process group is initialised.
+- A rank that **falls silent** (stopped, its host down or cut off) is reported to all after two to three minutes.
 - Ranks that **call differently** get an error within seconds that names both: `set_batch_size`, `set_weights`,
-  `set_shares` and `skip_batches` with other values, at another batch, or left out. This holds for loaders that all
-  ranks of the process group share, or all of a mesh that has all ranks.
+  `set_shares` and `skip_batches` with other values, at another batch, or left out.
 
 Each error is raised once on each rank. Whoever catches it continues with `next`: catch it on all ranks or on none.
-
-A thread looks at the store twice a second (less often with more than a thousand ranks). A batch costs two comparisons
-more.
 
 """
 
@@ -89,9 +77,9 @@ _HOSTS = f"""## Hosts and the network between them
 
 A link that goes down is silent: no connection is reset, and without a watchdog ranks would wait for half an hour.
 
-Here each host is a network namespace of one machine, with its own device on a network that loses, delays or cuts off
-frames. torchrun starts a rank of the trainer on each, on gloo, with `stall_timeout_s=10`. A job that a fault ended was
-started again on one host less, and `penstock audit` accounts for every sample of both parts.
+Here each host is a network namespace of one machine, on a network that loses, delays or cuts off frames. torchrun
+starts a rank of the trainer on each, on gloo, with `stall_timeout_s=10`. A job that a fault ended was started again
+on one host less, and `penstock audit` accounts for every sample of both parts.
 
 - *All ranks end in time and name the cause*: within `stall_timeout_s`. Those that reach the store name the rank and
   host that fell silent, the others the store and rank 0's host.
@@ -100,25 +88,17 @@ started again on one host less, and `penstock audit` accounts for every sample o
 
 """
 
-_BEYOND = """**How long an outage may last.** An outage costs up to twice its length, because TCP retries ever more
-rarely. One shorter than a third of `stall_timeout_s` (600 s by default) passes; a longer one may end the run.
+_BEYOND = """An outage costs up to twice its length, because TCP retries ever more rarely. One shorter than a third of
+`stall_timeout_s` (600 s by default) passes; a longer one may end the run. [What to
+set](training_faults.md#several-hosts-and-the-network-between-them) on the hosts, and:
 
-Limits of torch, and what to set:
-
-- **torchrun hangs on a host that cannot reach `--rdzv-endpoint`**, though its ranks have ended, until TCP gives up: a
-  quarter of an hour, or two minutes (measured: 109 s) with `sysctl net.ipv4.tcp_retries2=8` on each host. It also hangs
-  on a host that is cut off after its ranks ended well, and then exits with 1; on the others it waits five minutes for
-  that host and exits with 0. So watch the ranks rather than torchrun.
-- **Before the ranks have met**, `open_world(timeout_s=)`, 1,800 s by default, bounds how long they wait; the error
-  names the ranks that did not come. From there until the trainer is made, a rank that is cut off from the store ends
-  within three minutes, and the others wait for `timeout_s`.
-- **Without the trainer** a loader reports silence after two to three minutes, with `RankStoppedError` at the next batch
-  and in the log, which names rank and host before a collective times out (30 minutes with gloo, 10 with NCCL, unless
-  `init_process_group(timeout=)` says otherwise). A rank that was cut off before it made its loader is waited for, with
-  a warning after a minute.
-- **Host names that do not resolve, hosts on several networks**: give torchrun `--rdzv-conf=is_host=1` on the host of
-  `--rdzv-endpoint` and `is_host=0` on the others (else it may fail after a minute with "client socket has timed out"),
-  `--local-addr=` with each host's address, and set `GLOO_SOCKET_IFNAME` (`NCCL_SOCKET_IFNAME`) to the device.
+- **torchrun hangs on a host that cannot reach `--rdzv-endpoint`**, though its ranks have ended, until TCP gives up:
+  a quarter of an hour, or two minutes (measured: 109 s) with `sysctl net.ipv4.tcp_retries2=8`. So watch the ranks
+  rather than torchrun.
+- **Until the trainer is made**, a rank that is cut off from the store ends within three minutes, and the others wait
+  for `open_world(timeout_s=)`.
+- **Without the trainer** a loader reports silence after two to three minutes, at the next batch and in the log:
+  before a collective times out (30 minutes with gloo, 10 with NCCL).
 
 """
 

@@ -24,9 +24,10 @@ from penstock.loader import DistributedDataLoader
 from penstock.loader.formats.detect import make_format
 from penstock.loader.pipeline.device import DeviceFeeder
 from penstock.storage.errors import PenstockError
+from penstock.trainer.report.flops import find_peak
 
 from .decoding import Decoding, run_decoding
-from .interference import Interference, run_interference
+from .interference import Interference, open_loader, run_interference
 from .models import Model, TrainStep, make_batch
 
 _WARM_STEPS, _WARM_S = 3, 3.0  # what is read ahead, and what a loader starts later, is there then
@@ -36,7 +37,8 @@ _WARM_STEPS, _WARM_S = 3, 3.0  # what is read ahead, and what a loader starts la
 class Feeding:
     """``seconds`` of training ``model`` on the batches of ``job``'s loader, pass after pass.
 
-    Without a job one made-up batch of ``rows`` stays on the device: the upper limit for any loader.
+    With ``way``: on those of this package's, which decodes by "threads", "processes" or on the "device". Without a job
+    one made-up batch of ``rows`` stays on the device: the upper limit for any loader.
     """
 
     model: Model
@@ -45,6 +47,8 @@ class Feeding:
     seconds: float
     is_small: bool = False
     job: Mapping[str, Any] | None = None
+    way: str | None = None
+    processes: int = 0
 
 
 def run_feeding(asked: Feeding) -> dict[str, Any]:
@@ -56,6 +60,9 @@ def run_feeding(asked: Feeding) -> dict[str, Any]:
         batch = make_batch(asked.model, asked.rows, device)
         return _train(step, lambda: iter([batch] * 64), asked.seconds, started)
     job = Job(**asked.job)
+    if asked.way is not None:
+        with open_loader(str(job.url), asked.rows, asked.way, asked.processes, device) as loader:
+            return _train(step, lambda: iter(loader), asked.seconds, started)
     contender = find_module(job.contender).open_contender(job)
     try:
         result = _train(step, contender.epoch, asked.seconds, started)
@@ -66,7 +73,7 @@ def run_feeding(asked: Feeding) -> dict[str, Any]:
 
 
 def _train(step: TrainStep, epoch: Callable[[], Iterator[Any]], seconds: float, started: float) -> dict[str, Any]:
-    waits, samples, steps, warm_steps = 0.0, 0, 0, 0
+    waits, samples, steps, warm_steps, flops = 0.0, 0, 0, 0, 0.0
     first_s = first_at = counted_from = 0.0
     while True:
         in_pass = 0
@@ -75,6 +82,7 @@ def _train(step: TrainStep, epoch: Callable[[], Iterator[Any]], seconds: float, 
             got = time.perf_counter()
             rows = step(batch)
             done = time.perf_counter()
+            flops = flops or step.flops_of_row(batch)
             first_s, first_at = first_s or got - started, first_at or got
             steps, in_pass = steps + 1, in_pass + 1
             if not counted_from:
@@ -84,8 +92,11 @@ def _train(step: TrainStep, epoch: Callable[[], Iterator[Any]], seconds: float, 
                 waits, samples = waits + got - asked, samples + rows
                 if done - counted_from >= seconds:
                     spent = done - counted_from
+                    peak = find_peak(step.device, "bf16")
                     return {
                         "samples_per_s": samples / spent,
+                        "tokens_per_s": samples * step.tokens_of_row / spent,
+                        "mfu": samples * flops / spent / peak if peak else None,
                         "wait_share": waits / spent,
                         "steps": steps - warm_steps,
                         "step_ms": 1e3 * (spent - waits) / (steps - warm_steps),

@@ -32,7 +32,8 @@ class Interference:
     """``steps`` steps of a loop, one each ``period_s``, that takes ``rows`` decoded images for each.
 
     ``way``: "nothing" feeds it; "foreign": nothing, and a process of its own decodes as many images on other cores;
-    "threads", "processes" or "device": by this package, decoded there; "peer": the loader of ``job``.
+    "threads", "processes" or "device": by this package, decoded there; "process": by its pipeline in a process beside
+    the loop; "peer": the loader of ``job``.
     """
 
     way: str
@@ -111,11 +112,12 @@ def _feed(asked: Interference, device: torch.device) -> Iterator[Iterator[Any]]:
         finally:
             contender.close()
     else:
-        with _open_loader(asked.url, asked.rows, asked.way, asked.processes, device) as loader:
+        with open_loader(asked.url, asked.rows, asked.way, asked.processes, device) as loader:
             yield _endless(lambda: iter(loader))
 
 
-def _open_loader(url: str, rows: int, way: str, processes: int, device: torch.device) -> DistributedDataLoader:
+def open_loader(url: str, rows: int, way: str, processes: int, device: torch.device) -> DistributedDataLoader:
+    """Open a loader of images that are decoded by "threads", "processes" or on the "device"."""
     decoder = ImageDecoder(size=224, crop="random", flip=0.5, device="cuda" if way == "device" else None)
     return DistributedDataLoader(
         url,
@@ -123,6 +125,7 @@ def _open_loader(url: str, rows: int, way: str, processes: int, device: torch.de
         decode={"jpg": decoder},
         device=device if device.type == "cuda" else None,
         processes=processes if way == "processes" else 0,
+        place="process" if way == "process" else "threads",
     )
 
 
@@ -138,7 +141,7 @@ def _endless(epoch: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 
 def decode_endlessly(url: str, rows: int, period_s: float) -> None:
     """Decode a batch each ``period_s``, until killed: the work of a foreign process."""
-    with _open_loader(url, rows, "threads", 0, torch.device("cpu")) as loader:
+    with open_loader(url, rows, "threads", 0, torch.device("cpu")) as loader:
         due = time.perf_counter()
         for _ in _endless(lambda: iter(loader)):
             due += period_s

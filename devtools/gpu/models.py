@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from penstock.trainer.recipes.gpt import SmallGPT
+from penstock.trainer.report.flops import copy_without_data, count_flops
 
 Model = Literal["resnet50", "gpt"]
 
@@ -82,6 +83,26 @@ class TrainStep:
             self._loss = self._token_loss
             self._optimizer = torch.optim.AdamW(net.parameters(), 3e-4, fused=device.type == "cuda")
         self._net = net.train()
+
+    @property
+    def tokens_of_row(self) -> int:
+        """Count the tokens of a row that are trained on; 0 of images."""
+        return self._length if self.model == "gpt" else 0
+
+    def flops_of_row(self, batch: Mapping[str, Any]) -> float:
+        """Count the FLOPs of forward and backward of one row."""
+        model = copy_without_data(self._net)
+        device, net = self.device, self._net
+
+        def loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor]:
+            self._net = model
+            return (self._loss(batch),)
+
+        try:
+            self.device = torch.device("meta")
+            return count_flops(model, loss, batch)
+        finally:
+            self.device, self._net = device, net
 
     def __call__(self, batch: Mapping[str, Any]) -> int:
         """Train on a batch; returns its rows."""

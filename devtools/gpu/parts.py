@@ -36,6 +36,7 @@ Part = Literal["tests", "copies", "decoding", "interference", "images", "tokens"
 Peer = Literal["webdataset", "litdata", "spdl", "mosaicml-streaming"]
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT, ALONE = "no loader", "nothing"
+_WAYS = ("threads", "processes", "device")
 _CASES: Mapping[str, tuple[Model, int]] = {"images": ("resnet50", 256), "tokens": ("gpt", 16)}
 _SMALL_ROWS = {"images": 4, "tokens": 1}
 _COPIED_ROWS = 1024
@@ -177,7 +178,10 @@ def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Conso
     prepared = prepare_jobs(name, rows, config, say)
     refused = prepared.refused
     # Without workers, which leaves their number to the loader.
-    jobs: dict[str, Job | None] = {OURS: replace(prepared.ours, workers=0), **prepared.peers, LIMIT: None}
+    ours = replace(prepared.ours, workers=0)
+    jobs: dict[str, Job | None] = {OURS: ours}
+    ways = {f"{OURS}, {way}": way for way in _WAYS} if name == "images" and config.device == "cuda" else {}
+    jobs |= dict.fromkeys(ways, ours) | prepared.peers | {LIMIT: None}
     runs: dict[str, list[dict[str, Any]]] = {}
     for number in range(config.rounds):
         for loader, job in list(jobs.items()):
@@ -189,6 +193,8 @@ def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Conso
                 seconds=config.seconds,
                 is_small=config.small,
                 job=_on_device(job, config),
+                way=ways.get(loader),
+                processes=_processes(),
             )
             try:
                 runs.setdefault(loader, []).append(_run(asked, loader))
@@ -199,6 +205,12 @@ def run_case(name: Literal["images", "tokens"], config: GpuConfig, screen: Conso
                 runs.pop(loader, None)
                 del jobs[loader]
     return {"case": name, "title": case.title, "model": model, "batch_size": rows, "runs": runs, "refused": refused}
+
+
+def _processes() -> int:
+    """Choose how many processes decode, so that the loop has a core, and a few are left free."""
+    cores = usable_cores()
+    return max(1, cores - 1 - cores // 8)
 
 
 def _on_device(job: Job | None, config: GpuConfig) -> dict[str, Any] | None:
@@ -224,8 +236,8 @@ def measure_interference(
     Raises:
         MeasurementError: the loop that nothing feeds failed.
     """
-    cores, refused = usable_cores(), dict(prepared.refused)
-    ways: dict[str, Job | None] = dict.fromkeys((ALONE, "foreign", "threads", "processes"))
+    refused = dict(prepared.refused)
+    ways: dict[str, Job | None] = dict.fromkeys((ALONE, "foreign", "threads", "processes", "process"))
     ways |= {"device": None} if config.device == "cuda" else {}
     ways |= {name: replace(job, batch_size=rows) for name, job in prepared.peers.items()}
     runs: dict[str, list[dict[str, Any]]] = {}
@@ -239,7 +251,7 @@ def measure_interference(
                 rows=rows,
                 steps=steps,
                 period_s=PERIOD_S,
-                processes=max(1, cores - 1 - cores // 8),
+                processes=_processes(),
                 job=_on_device(job, config),
             )
             try:

@@ -38,6 +38,10 @@ def print_case(case: Mapping[str, Any], screen: Console) -> None:
         first = f"{median_of(runs, 'first_batch_s'):.2f} s"
         table.add_row(loader, f"{rate:,.0f}", f"{rate / limit:.2f}", f"{waits:.1%}", f"{step_ms:,.1f} ms", first)
     screen.print(table)
+    for loader, runs in case["runs"].items():
+        if runs[0].get("mfu"):
+            tokens = f"{median_of(runs, 'tokens_per_s'):,.0f} tokens/s, " if runs[0]["tokens_per_s"] else ""
+            screen.print(f"{loader}: {tokens}MFU {median_of(runs, 'mfu'):.1%}", highlight=False)
     for loader, why in case["refused"].items():
         screen.print(f"not measured: {loader}: {why}", highlight=False, markup=False)
 
@@ -53,6 +57,13 @@ def print_decoding(result: Mapping[str, Any], screen: Console) -> None:
         if way in result:
             rate, cpu = result[way]["images_per_s"], result[way]["cpu_us_per_image"]
             screen.print(f"images decoded {name}: {rate:,.0f}/s, {cpu:,.0f} us of CPU an image", highlight=False)
+    if "resize" in result:
+        took = result["resize"]
+        screen.print(
+            f"{took['images']} images cut and resized: {took['chosen']:.2f} ms, by torch's operations "
+            f"{took['each']:.2f} ms",
+            highlight=False,
+        )
     if "refused" in result:
         screen.print(f"not decoded on the device: {result['refused']}", highlight=False, markup=False)
 

@@ -2,6 +2,7 @@
 
 - notebooks: run docs/notebooks, and store what their cells print
 - pictures: train on two ranks, and draw `penstock top` and the report of that run
+- dashboard: train on two ranks, and draw the panels of the Grafana dashboard with what Prometheus recorded
 - shots FOLDER PAGE...: photograph pages of build/site, on a desktop and a phone, light and dark
 """
 
@@ -22,11 +23,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m devtools pages", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["notebooks", "pictures", "shots"])
+    parser.add_argument("what", choices=["notebooks", "pictures", "dashboard", "shots"])
     parser.add_argument("rest", nargs="*", help="of shots: where to write them, and the pages")
     given = parser.parse_args()
     if given.what == "notebooks":
         store_notebooks()
+        return
+    if given.what == "dashboard":
+        from .dashboard import draw_dashboard
+
+        draw_dashboard(ROOT / "docs" / "pictures")
         return
     from . import pictures
 

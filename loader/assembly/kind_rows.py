@@ -13,7 +13,6 @@ import numpy as np
 
 from ..decoding.decode import WIDENED
 from ..decoding.gather import LateBytes, gather
-from ..decoding.mixed_batch import LateJob, MixedBatch
 from ..decoding.rows import MOST_TOGETHER, TOGETHER_BYTES, Rows, WideRows
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from ..decoding.batch import BatchMaker, UnfinishedBatch
     from ..decoding.batch_memory import BatchMemory
     from ..decoding.byte_views import Lend
+    from ..decoding.mixed_batch import LateJob
     from ..order.spans import ChunkRows, SourceOrder, Span
     from ..sources.kinds import Kind
     from ..sources.sources import Sources
@@ -138,6 +138,8 @@ class RowKinds:
         if len(self._makers) == 1:
             batches, copied = self._makers[0].start_together(steps, epoch)
             return batches, [] if copied is None else [copied]
+        from ..decoding.mixed_batch import LateJob, MixedBatch
+
         parts: list[list[tuple[IntArray, LateJob]]] = [[] for _ in steps]
         futures: list[Future[None]] = []
         for kind, maker in enumerate(self._makers):

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 LastBatch = Literal["drop", "pad", "partial"]
 """Fate of the samples that do not fill a global batch: left out, filled up with repeats, or a smaller batch."""
 
+PlaceChoice = Literal["auto", "threads", "process"]
+"""Place of all that makes batches: threads of the training process, or a process of its own beside it."""
+
 SampleWeights = Sequence[float] | np.ndarray[Any, Any] | Mapping[str, float]
 
 _WITH_KEYS = {"tar"}  # formats whose samples have a key beside their fields
@@ -167,6 +170,12 @@ def check_selection(*, shuffle: bool, is_weighted: bool, is_audited: bool) -> No
             "weights= with audit_dir=: an audit proves that each sample comes once, and weights repeat some; leave out "
             "one of the two"
         )
+
+
+def check_place(place: object) -> None:
+    """Raise ConfigError unless it is a ``PlaceChoice``."""
+    if place not in get_args(PlaceChoice):
+        raise ConfigError(unknown_choice("place", place, get_args(PlaceChoice)))
 
 
 def check_last_batch(last_batch: LastBatch) -> None:

@@ -14,10 +14,12 @@ from ..decoding.row_work import BatchOptions
 from ..errors import ConfigError
 from .checks import (
     LastBatch,
+    PlaceChoice,
     SampleWeights,
     check_at_least,
     check_last_batch,
     check_order,
+    check_place,
     check_selection,
     check_shuffle,
     make_share,
@@ -117,6 +119,7 @@ class LoaderConfig:
     read_ahead: int | str = "auto"
     autotune: bool | Literal["auto"] = "auto"
     processes: int | Literal["auto"] = "auto"
+    place: PlaceChoice = "threads"
     memory_limit: int | str = "auto"
     cache_dir: str | PathLike[str] | None = None
     cache_limit: int | str | None = None
@@ -198,6 +201,7 @@ class LoaderConfig:
         )
         asked_processes = 0 if self.processes == "auto" else self.processes
         check_at_least("processes", asked_processes, 0)
+        check_place(self.place)
         check_decode(self.decode, self.raw, asked_processes)
         self._set(
             group=GroupArguments.read(

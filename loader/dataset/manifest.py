@@ -12,6 +12,7 @@ import pyarrow as pa
 import xxhash
 
 from ...storage import ObjectInfo
+from ..arrow_arrays import view_numbers, wrap_numbers
 from ..errors import DatasetError, MemoryLimitError
 from ..formats.hive import stored_schema, with_path_columns
 from ..formats.shard import ChunkRef, ShardIndex
@@ -55,7 +56,7 @@ class PartSums:
 
     def to_bytes(self, fingerprint: str) -> bytes:
         """An Arrow IPC stream of one list a chunk, which belongs to the manifest with that fingerprint."""
-        lists = pa.LargeListArray.from_arrays(pa.array(self.starts), pa.array(self.sums))
+        lists = pa.LargeListArray.from_arrays(wrap_numbers(self.starts), wrap_numbers(self.sums))
         table = pa.table({"parts": lists}).replace_schema_metadata({"checksum": self._checksum(fingerprint)})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -67,7 +68,7 @@ class PartSums:
         """Read what ``to_bytes`` wrote. Raises ValueError, KeyError or what Arrow raises where it is something else."""
         table = pa.ipc.open_stream(stream, options=UNTHREADED).read_all()
         (lists,) = table.column("parts").chunks
-        parts = cls(lists.offsets.to_numpy(), lists.values.to_numpy())
+        parts = cls(view_numbers(lists.offsets), view_numbers(lists.values))
         types_fit = parts.starts.dtype == np.int64 and parts.sums.dtype == np.uint64
         if not types_fit or len(parts.starts) != num_chunks + 1:
             raise ValueError("its checksums of parts are not those of its chunks")
@@ -374,14 +375,14 @@ class Manifest:
         if self.root:
             metadata["root"] = json.dumps(dict(self.root))
         columns = {
-            "shard": pa.array(self.shard_index),
-            "offset": pa.array(self.offsets),
-            "length": pa.array(self.lengths),
-            "samples": pa.array(self.samples),
-            "memory": pa.array(self.memory),
+            "shard": wrap_numbers(self.shard_index),
+            "offset": wrap_numbers(self.offsets),
+            "length": wrap_numbers(self.lengths),
+            "samples": wrap_numbers(self.samples),
+            "memory": wrap_numbers(self.memory),
         }
         if self.checksums is not None:
-            columns["checksum"] = pa.array(self.checksums)
+            columns["checksum"] = wrap_numbers(self.checksums)
         table = pa.table(columns).replace_schema_metadata(metadata)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
@@ -410,7 +411,7 @@ class Manifest:
             classes = schema.pop(_CLASSES, None)
             if not (classes is None or (isinstance(classes, list) and all(isinstance(name, str) for name in classes))):
                 raise ValueError(f"its classes are {str(classes)[:100]}")
-            columns = {name: table.column(name).to_numpy() for name in table.column_names}
+            columns = {name: view_numbers(table.column(name)) for name in table.column_names}
             dtypes = {name: np.dtype(np.uint64 if name == "checksum" else np.int64) for name in columns}
             if any(columns[name].dtype != dtype for name, dtype in dtypes.items()):
                 raise ValueError("columns of other types")

@@ -13,13 +13,13 @@ from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, IntArray, Objec
 from ..errors import DecodeError
 from ..order.cached import cached_property
 from ..reading.mapped import LEAST_ROW_BYTES, MappedArray, MappedColumn
+from .batch_memory import BatchMemory, new_array
 from .byte_views import Lend, ViewsOfSpan, take_views
 from .rows import LateFields, RecordRows, Rows, RowsAt, RowsOfSpan, Values, WideRows
 
 if TYPE_CHECKING:
     from ..order.spans import ChunkRows
     from ..reading.mapped import MappedFile
-    from .batch_memory import BatchMemory
     from .decode import FieldDecoders
 
 
@@ -36,9 +36,10 @@ class ArrayOfSpan:
         taken = source.take(rows, axis=0) if source.flags.c_contiguous else source[rows]
         self._values[arrived : arrived + len(rows)] = taken
 
-    def finish(self, order: IntArray) -> AnyArray:
-        """Put all rows in order: row i is the ``order[i]``-th that arrived."""
-        return self._values.take(order, axis=0)
+    def finish(self, order: IntArray, memory: BatchMemory | None) -> AnyArray:
+        """Put all rows in order: row i is the ``order[i]``-th that arrived; into ``memory``, if that is given."""
+        out = new_array(memory, self._values.shape, self._values.dtype)
+        return self._values.take(order, axis=0, out=out, mode="clip")  # "raise" would copy twice
 
 
 class ListOfSpan:
@@ -171,11 +172,11 @@ def gather(
 
     Where the decoders want views, ``lend`` says which chunks' bytes batches may keep; others are copied. Lists of
     integers in fields named ``flat`` come as ``Ragged``, without a Python object a value. With ``memory``, what can be
-    copied late is left to who calls ``Rows.complete``. ``epochs``: see ``Rows``.
+    copied late is left to who calls ``Rows.complete``, and other arrays lie there. ``epochs``: see ``Rows``.
     """
     ids = np.empty(num_rows, np.int64)
     replaced: list[ChunkRows] = []
-    fields = FieldsOfSpan(num_rows, decoders, lend, flat, is_late=memory is not None)
+    fields = FieldsOfSpan(num_rows, decoders, lend, flat, memory=memory)
     for group, block in groups:
         ids[group.targets] = group.rows + first_ids[group.chunk]
         if group.stands_for is not None:
@@ -189,18 +190,25 @@ class FieldsOfSpan:
     """Collects all fields of a span's rows, chunk by chunk: for each field one collector a kind of column.
 
     Of records and wide rows only the places are noted, and they are copied and converted late, as are raw bytes in
-    mapped files with ``is_late``; without it, records are copied at once.
+    mapped files with ``memory``; without it, records are copied at once.
     A field may be of one kind in some chunks and of another in others, or in some chunks alone.
     """
 
     def __init__(
-        self, num_rows: int, decoders: FieldDecoders, lend: Lend | None, flat: Collection[str], *, is_late: bool
+        self,
+        num_rows: int,
+        decoders: FieldDecoders,
+        lend: Lend | None,
+        flat: Collection[str],
+        *,
+        memory: BatchMemory | None,
     ) -> None:
         self._num_rows = num_rows
         self._decoders = decoders
         self._lend = lend
         self._flat = flat
-        self._is_late = is_late
+        self._memory = memory
+        self._is_late = memory is not None
         self._as_views = decoders.raw == "view"
         self._arrived = 0  # rows of the chunks so far
         self._targets: list[IntArray] = []  # where these belong
@@ -294,7 +302,9 @@ class FieldsOfSpan:
             file.check()
         late = [*self._late_rows()]
         names = [name for of_rows in late for name in of_rows.names]
-        fields: dict[str, Values] = {name: array.finish(self._order) for name, array in self._narrow.items()}
+        fields: dict[str, Values] = {
+            name: array.finish(self._order, self._memory) for name, array in self._narrow.items()
+        }
         for name, ragged in self._ragged.items():
             if name not in self._lists and ragged.count == self._num_rows:
                 fields[name] = ragged.finish()

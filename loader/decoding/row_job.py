@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 # The overhead of a part is about a tenth: a thread's future and turns of the GIL, or a process's two messages.
 THREADS_LEAST_S, PROCESSES_LEAST_S = 3e-4, 2e-3
+_JOINT_PARTS = 1  # of rows that a device decodes: threads take turns to prepare them
 _SMOOTHING = 0.2
 _WAITS = 3.0  # times as long as all threads would wait for one another: then rows wait for something else
 
@@ -225,6 +226,8 @@ class RowJob:
             elif crew.images is not None and crew.images.takes(self.task, crew.work):
                 submit, parts, least_s = self._submit_images, crew.images.pool.processes, PROCESSES_LEAST_S
             count = len(rows.ids)
+            if any(getattr(decoder, "codec", None) is not None for decoder in encoded.values()):
+                parts = min(parts, _JOINT_PARTS)
             size = crew.pace.part_rows(count, parts, least_s)
             self._futures = [submit(start, min(start + size, count)) for start in range(0, count, size)]
 

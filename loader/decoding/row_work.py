@@ -138,6 +138,13 @@ class RowWork:
             RowError: a row cannot be decoded or transformed.
             CancelledError: ``is_stopped`` says that the results are no longer wanted.
         """
+        with contextlib.ExitStack() as turns:
+            for values in out.values.values():
+                if isinstance(values, BatchValues):
+                    turns.enter_context(values.preparing())
+            self._run(task, out, start, stop, is_stopped)
+
+    def _run(self, task: RowTask, out: RowResults, start: int, stop: int, is_stopped: Callable[[], bool]) -> None:
         takes_rng = self.transform is not None and has_rng_parameter(self.transform)
         plans = self._plan(task, out, start, stop)
         for row in range(start, stop):

@@ -11,7 +11,7 @@ import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -179,7 +179,11 @@ def field_error(field: str, data: Any, exc: Exception, *, is_own: bool = False) 
 
 
 class BatchValues(ABC):
-    """The values of one field of n rows. Any thread may ``prepare`` a row; one thread then calls ``decode``."""
+    """The values of one field of n rows. Threads ``prepare`` rows while ``preparing``; one then calls ``decode``."""
+
+    @abstractmethod
+    def preparing(self) -> AbstractContextManager[None]:
+        """Enter to prepare some rows, when it is this thread's turn."""
 
     @abstractmethod
     def prepare(self, row: int, data: memoryview, rng: np.random.Generator | None) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from ...storage import NotFoundError, ObjectInfo, Store
 from ...storage.suggestions import unknown_choice
+from ..arrow_arrays import wrap_numbers
 from ..columns import AnyArray, Block, IntArray, ObjectColumn
 from ..errors import ConfigError, FormatError
 from .schema import choose_columns
@@ -176,7 +177,7 @@ class TokenDocumentsFormat(BaseFormat):
         if not names:
             return Block(chunk.samples, 0, {})
         values = pa.Array.from_buffers(pa.from_numpy_dtype(np.dtype(stored)), len(tokens), [None, pa.py_buffer(data)])
-        lists = pa.LargeListArray.from_arrays(pa.array(bounds), values)
+        lists = pa.LargeListArray.from_arrays(wrap_numbers(bounds), values)
         return Block(chunk.samples, data.nbytes + bounds.nbytes, {"tokens": ObjectColumn(lists)})
 
 

@@ -469,7 +469,7 @@ def _group(
         highs = [*lows[1:], len(targets)]
         return [ChunkRows(names[i], found[i][2], targets[lows[i] : highs[i]]) for i in by_use]
     rows = np.concatenate([of_run for _, _, of_run in found])
-    chunks = np.concatenate([np.broadcast_to(chunk, len(of_run)) for _, chunk, of_run in found])
+    chunks = np.concatenate([np.full(len(run), of) if isinstance(of, int) else of for _, of, run in found])
     by_chunk = np.argsort(narrow(chunks), kind="stable")
     chunks, rows, targets = chunks[by_chunk], rows[by_chunk], targets[by_chunk]
     starts = np.flatnonzero(np.diff(chunks, prepend=-1))

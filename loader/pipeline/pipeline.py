@@ -65,9 +65,12 @@ class Pipeline:
         images: ImageProcesses | None = None,
         replacer: Replacer | None = None,
         tuner: Tuner | None = None,
+        read_waits: Callable[[float], float] | None = None,
     ) -> None:
+        """Make its parts; ``read_waits`` says how long a loop in another process has waited, until a given time."""
         self._source = source
         self._tuner = tuner
+        self._read_waits = self._sum_waits if read_waits is None else read_waits
         if tuner is not None:
             options = tuner.begin(options, source.mean_reserve)
         self._counters = counters
@@ -256,11 +259,10 @@ class Pipeline:
         totals = self._counters.totals()
         chunk_waited_s, fetching_s = self._reader.spent()
         now = time.perf_counter()
-        since = self._waits_since
         return Sums(
             at_s=now,
             process_s=time.process_time(),
-            waited_s=self._waited_s + (0.0 if since is None else now - since),
+            waited_s=self._read_waits(now),
             chunk_waited_s=chunk_waited_s,
             fetching_s=fetching_s,
             # The work of processes says nothing of the threads, which are tuned.
@@ -270,6 +272,10 @@ class Pipeline:
             batches=totals.batches,
             evicted_chunks=totals.evicted_chunks,
         )
+
+    def _sum_waits(self, now: float) -> float:
+        since = self._waits_since
+        return self._waited_s + (0.0 if since is None else now - since)
 
     def apply(self, settings: Settings) -> None:
         """Apply settings from now on. Raises RuntimeError where no more threads can be started."""

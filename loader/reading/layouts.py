@@ -23,6 +23,7 @@ import xxhash
 from ...storage import ByteRange, DiscardingStore, ObjectInfo, Store
 from ...storage.errors import StorageError
 from ...storage.hashing import xxh3_64
+from ..arrow_arrays import view_numbers, wrap_lists, wrap_numbers, wrap_texts
 from ..columns import AnyArray, Block, BytesColumn, Column
 from ..dataset.cache import SealedFolder
 from ..dataset.manifest import UNTHREADED
@@ -65,7 +66,9 @@ class KeptLayouts:
         self, manifest: Manifest, columns: Sequence[str] | None, cache_dir: str | os.PathLike[str] | None
     ) -> None:
         self._folder = SealedFolder("layouts", cache_dir, kept=_KEPT)
-        of_manifest = [manifest.fingerprint, manifest.checksums is not None, manifest.format, manifest.config]
+        # Data sets of equal shapes, as parts of a larger one may be, have one fingerprint, and need not share a file.
+        sums = None if manifest.checksums is None else xxhash.xxh3_128_hexdigest(manifest.checksums.tobytes())
+        of_manifest = [manifest.fingerprint, sums or manifest.url, sums is not None, manifest.format, manifest.config]
         identity = [_VERSION, *of_manifest, manifest.schema, columns]
         self._key = xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
         self._table: _Table | None = None
@@ -82,7 +85,7 @@ class KeptLayouts:
             with self._lock:
                 if self._table is None:
                     table = self._read()
-                    self._table = table if table.nbytes <= most_bytes else _Table(_SCHEMA.empty_table())
+                    self._table = table if table.nbytes <= most_bytes else _Table(pa.Table.from_batches([], _SCHEMA))
         return self._table.find(chunk)
 
     def save(self, found: Mapping[int, Layout]) -> None:
@@ -102,7 +105,7 @@ class KeptLayouts:
             data = self._folder.load(self._key)
             if data is not None:
                 return _Table(pa.ipc.open_file(pa.BufferReader(data), options=UNTHREADED).read_all())
-        return _Table(_SCHEMA.empty_table())
+        return _Table(pa.Table.from_batches([], _SCHEMA))
 
 
 _SCHEMA = pa.schema(
@@ -139,7 +142,8 @@ class _Table:
 
     def without(self, chunks: set[int]) -> pa.Table:
         """The table without these chunks."""
-        return self._table.filter(pa.array([chunk not in chunks for chunk in self._columns["chunk"]], pa.bool_()))
+        kept = [chunk not in chunks for chunk in self._columns["chunk"]]
+        return self._table.filter(wrap_numbers(np.array(kept, np.bool_)))
 
     def find(self, chunk: int) -> Layout | None:
         rows = self._rows.get(chunk)
@@ -162,24 +166,40 @@ class _Table:
 
 def _ends(lists: pa.ChunkedArray) -> tuple[AnyArray, list[int]]:
     """The values of all rows, end to end, and where each row's begin in them, and the last one's end."""
-    one: Any = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], lists.type)
-    return np.asarray(one.values), np.asarray(one.offsets).tolist()
+    one: Any = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.nulls(0, lists.type)
+    return view_numbers(one.values), view_numbers(one.offsets).tolist()
 
 
 def _tabulate(found: Mapping[int, Layout]) -> pa.Table:
-    rows: list[dict[str, Any]] = []
+    rows: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
     for chunk, layout in sorted(found.items()):
         block = layout.block
-        of_chunk = {"chunk": chunk, "checksum": layout.checksum, "length": layout.length}
-        of_chunk |= {"samples": block.samples, "nbytes": block.nbytes}
         for name, column in block.columns.items():
             assert isinstance(column, BytesColumn)
-            of_field = {"field": name, "text": column.text, "ascii": column.ascii is not None}
-            of_field["in_chunk"] = column.buffer is IN_CHUNK
-            of_field["places"] = np.concatenate([column.starts, column.stops]).astype(np.int32)
-            of_field["data"] = np.frombuffer(column.buffer, np.uint8)
-            rows.append({**of_chunk, **of_field})
-    return pa.Table.from_pylist(rows, _SCHEMA)
+            row = {
+                "chunk": chunk,
+                "checksum": layout.checksum,
+                "length": layout.length,
+                "samples": block.samples,
+                "nbytes": block.nbytes,
+                "field": name,
+                "in_chunk": column.buffer is IN_CHUNK,
+                "text": column.text,
+                "ascii": column.ascii is not None,
+                "places": np.concatenate([column.starts, column.stops]),
+                "data": np.frombuffer(column.buffer, np.uint8),
+            }
+            for key, value in row.items():
+                rows[key].append(value)
+    return pa.Table.from_arrays([_wrap(rows[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
+
+
+def _wrap(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_string(kind):
+        return wrap_texts(values)
+    if pa.types.is_list(kind):
+        return wrap_lists(values, np.dtype(kind.value_type.to_pandas_dtype()))
+    return wrap_numbers(np.array(values, kind.to_pandas_dtype()))
 
 
 def _write(table: pa.Table) -> memoryview:

@@ -22,6 +22,7 @@ import pyarrow as pa
 from ...storage import ByteRange, Store
 from ...storage.files import write_all
 from ...storage.memory.mapped import kind_of_disk
+from ..arrow_arrays import wrap_numbers
 from ..columns import AnyArray, ArrayColumn, Block, BytesColumn, Column, IntArray, ObjectColumn, Ragged, Records
 from ..errors import MemoryLimitError
 from ..formats.shard import refuse_change, refuse_large
@@ -110,7 +111,7 @@ class PiecesColumn(ObjectColumn):
         owners = np.searchsorted(self.firsts, rows, side="right") - 1
         for piece in np.unique(owners).tolist():
             places = np.flatnonzero(owners == piece)
-            values = self.pieces[piece].take(pa.array(rows[places] - self.firsts[piece])).to_pylist()
+            values = self.pieces[piece].take(wrap_numbers(rows[places] - self.firsts[piece])).to_pylist()
             for place, value in zip(places.tolist(), values, strict=True):
                 found[place] = value
         return found

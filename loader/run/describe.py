@@ -34,6 +34,7 @@ def describe(run: Run) -> str:
         *_describe_work(run, options),
         ("batch", _describe_batches(run)),
         ("queue", f"up to {_bytes(options.batch_budget_bytes)} of batches made ahead"),
+        ("place", _describe_place(run)),
         ("device", _describe_device(run)),
     ]
     return "\n".join(f"{name:<{_WIDTH}}{text}" for name, text in stages)
@@ -127,7 +128,7 @@ def _describe_work(run: Run, options: PipelineOptions) -> Iterator[tuple[str, st
 
 def _describe_workers(run: Run, options: PipelineOptions) -> str:
     tuning = run.config.tuning
-    if run.resources.workers is not None:
+    if tuning.asked_processes:
         return _count(tuning.asked_processes, "worker process", "es")
     why = _why(tuning.decode_threads, "decode_threads", run)
     text = f"{_count(options.decode_threads, 'thread')} ({why})"
@@ -167,6 +168,11 @@ def _describe_batches(run: Run) -> str:
         text += "; how many an epoch has, reading tells" if run.sampler.drops_samples else "; the epoch has no end"
     bad = {"stop": "", "skip": "; bad samples are skipped", "replace": "; bad samples are replaced"}
     return text + bad[config.on_error]
+
+
+def _describe_place(run: Run) -> str:
+    where = "threads of this process" if run.place.work is None else "a process of its own, beside this one"
+    return f"{where} ({run.place.reason})"
 
 
 def _describe_device(run: Run) -> str:

@@ -8,7 +8,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...storage.observability.counts import StoreCounts, count_running, count_store
+from ...storage.observability.counts import StoreCounts, add_counts, count_running, count_store
 from ...storage.observability.process_usage import resident_bytes
 from ...storage.threads.interruptible import Thread
 from ..counters import Levels
@@ -18,6 +18,8 @@ from ..ranks.detect import refuse_worker
 if TYPE_CHECKING:
     from ..decoding.workers.images import ImageProcesses
     from ..decoding.workers.pool import WorkerPool
+    from ..pipeline.beside.process import LoaderProcess
+    from ..pipeline.beside.remote import RemotePipeline
     from ..pipeline.delivery_log import DeliveryLog
     from ..pipeline.pipeline import Pipeline
     from ..ranks.calls import Calls
@@ -35,7 +37,8 @@ class Resources:
 
     def __init__(self) -> None:
         self.store: Any = None
-        self.pipeline: Pipeline | None = None
+        self.pipeline: Pipeline | RemotePipeline | None = None
+        self.process: LoaderProcess | None = None
         self.workers: WorkerPool | None = None
         self.images: ImageProcesses | None = None
         self.log: DeliveryLog | None = None
@@ -65,7 +68,7 @@ class Resources:
                 "loader in each"
             )
 
-    def running(self) -> Pipeline | None:
+    def running(self) -> Pipeline | RemotePipeline | None:
         """Get the pipeline, if there is one. Raises ForkedLoaderError."""
         self.check_process()
         return self.pipeline
@@ -79,14 +82,19 @@ class Resources:
         """Measure how full everything is now; any thread may ask, and after ``close``. Raises ForkedLoaderError."""
         pipeline = self.running()
         levels = Levels() if pipeline is None else pipeline.levels()
+        process = self.process
+        if process is not None:
+            process.count()
+            levels = replace(levels, loader_process=process.pid)
         running, limit = count_running(self.store)
         taken = resident_bytes() or 0
         return replace(levels, running_requests=running, request_limit=limit, process_bytes=taken)
 
     def count_store(self) -> StoreCounts:
         """Count the store's requests so far; after ``close``, until then."""
-        store = self.store
-        return self._counts if store is None else count_store(store)
+        store, process = self.store, self.process
+        counts = self._counts if store is None else count_store(store)
+        return counts if process is None or store is None else add_counts(counts, process.count_store())
 
     @property
     def _is_ours(self) -> bool:
@@ -162,6 +170,8 @@ class Resources:
                 self.pipeline.stop()
             while self.others:
                 self.others.pop().close()
+            if self.process is not None:
+                self.process.close()
             self._counts = self.count_store()
             for owned in (self.workers, self.images, self.store):  # before the pipeline's threads, which wait for these
                 if owned is not None:
@@ -171,7 +181,7 @@ class Resources:
                 self.peers.leave(self)
             if self.log is not None:
                 self.log.close()
-            self.workers = self.images = self.log = self.store = self.peers = None
+            self.workers = self.images = self.process = self.log = self.store = self.peers = None
 
 
 _ALL: weakref.WeakSet[Resources] = weakref.WeakSet()
@@ -182,9 +192,16 @@ def _let_go_in_child() -> None:
     global _process
     _process = os.getpid()
     for resources in list(_ALL):
-        for processes in (resources.workers, resources.images):
+        for processes in (resources.workers, resources.images, resources.process):
             if processes is not None:
                 processes.let_go()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+def _retire_before_fork() -> None:
+    """Leave memory that is lent to the child, too, which may read from it whenever it likes."""
+    for resources in list(_ALL):
+        if resources.process is not None:
+            resources.process.retire()
+
+
+os.register_at_fork(before=_retire_before_fork, after_in_child=_let_go_in_child)

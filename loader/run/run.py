@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...storage.observability.counts import fastest_response_s
 from ..config.tuning import count_image_processes
 from ..counters import Counters
-from ..errors import ConfigError
+from ..errors import ConfigError, WorkerError
 from ..pipeline.assembler import Assembler, Equipment, Start
 from ..pipeline.autotune import Tuner
+from ..pipeline.device import DeviceFeeder
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.tuning import PipelineOptions, tune
 from ..ranks.detect import check_rank
 from ..sources.kinds import group_kinds, open_kinds
 from ..sources.quarantine import Quarantine
 from .assembly import Reading, make_assembler
+from .place import Place, choose_place
 
 if TYPE_CHECKING:
     from ...storage.observability.timeline import Timeline
@@ -26,10 +29,15 @@ if TYPE_CHECKING:
     from ..decoding.row_work import BatchOptions
     from ..metrics import LoaderMetrics
     from ..order.plan import Share
+    from ..pipeline.beside.process import LoaderProcess
+    from ..pipeline.beside.remote import RemotePipeline
+    from ..pipeline.beside.requests import Request
     from ..ranks.naming import Attempt
     from ..sampler.sampler import Sampler
     from ..sources.sources import Sources
     from .resources import Resources
+
+logger = logging.getLogger(__name__)
 
 _RECORDING = threading.Lock()
 
@@ -67,10 +75,14 @@ class Run:
         self.batch_options = self._choose_batch_options()
         self._tuner = Tuner(config.tuning)
         self._replacer = sources.apart().make_replacer()
+        self.place = choose_place(config, sources)
         resources.others += [source.chunks for source in sources]
         if self.reading.ledgers is not None:
             resources.others.append(self.reading.ledgers)
-        self._choose_workers()
+        if self.place.work is not None:
+            self._choose_process(self.place.work)
+        else:
+            self._choose_workers()
 
     @property
     def share(self) -> Share:
@@ -155,6 +167,15 @@ class Run:
             from ..decoding.workers.images import ImageProcesses
 
             self.resources.images = ImageProcesses(work, count)
+
+    def _choose_process(self, work: bytes) -> None:
+        from ..pipeline.beside.pinning import CudaLocks, PinnedSlots
+        from ..pipeline.beside.process import LoaderProcess
+        from .place import code_of
+
+        cuda = self.config.cuda
+        pinned = PinnedSlots(None if cuda is None else CudaLocks(cuda))
+        self.resources.process = LoaderProcess(lambda: code_of(work), self.counters, pinned)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -242,7 +263,7 @@ class Run:
 
     # -- pipelines ----------------------------------------------------------------------------------------------------
 
-    def running(self) -> Pipeline | None:
+    def running(self) -> Pipeline | RemotePipeline | None:
         """Get the running pipeline, if there is one."""
         self.resources.check_open()
         pipeline = self.resources.pipeline
@@ -251,7 +272,7 @@ class Run:
             pipeline = None
         return pipeline
 
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> Pipeline | RemotePipeline:
         """Get the running pipeline, or start one at the position."""
         pipeline = self.running()
         if pipeline is None:
@@ -261,26 +282,79 @@ class Run:
                 self.resources.close_if_closed()
         return pipeline  # another thread may have closed the loader meanwhile
 
-    def _start_pipeline(self) -> Pipeline:
+    def _start_pipeline(self) -> Pipeline | RemotePipeline:
         if self.share.world_size > 1:
             self.resources.join_peers()
+        process = self.resources.process
+        if process is not None:
+            try:
+                return self._start_remote(process)
+            except (ConfigError, WorkerError) as exc:
+                if self.config.place == "process":
+                    raise
+                self._leave_process(exc)
         workers = self.resources.workers
         if workers is not None:
             workers.start()
+        start = self.start(self.sampler.epoch, self.sampler.consumed)
         # Held before its threads start: an interrupt at any point leaves nothing that cannot be closed.
-        pipeline = self.resources.pipeline = self._make_pipeline()
+        pipeline = self.resources.pipeline = self.make_pipeline(start, self.tune())
         pipeline.start()
         return pipeline
 
-    def _make_pipeline(self) -> Pipeline:
+    def _start_remote(self, process: LoaderProcess) -> RemotePipeline:
+        from ..pipeline.beside.remote import RemotePipeline
+
+        device = self.config.cuda
+        pipeline = self.resources.pipeline = RemotePipeline(
+            process,
+            self._name_request(),
+            options=self.tune(),
+            counters=self.counters,
+            feeder=None if device is None else DeviceFeeder(device),
+        )
+        pipeline.start()
+        return pipeline
+
+    def _name_request(self) -> Request:
+        from ..pipeline.beside.requests import Request
+
+        sampler, share = self.sampler, self.share
+        return Request(
+            fingerprint=self.sources.manifest.fingerprint,
+            order=sampler.to_state().to_dict(),
+            epoch=sampler.epoch,
+            position=sampler.consumed,
+            rank=share.rank,
+            world_size=share.world_size,
+            global_batch_size=share.global_batch_size,
+            weights=share.weights,
+            work=self.place.digest,
+        )
+
+    def _leave_process(self, cause: Exception) -> None:
+        """Let threads do the work that nobody asked a process for, since it cannot."""
+        logger.warning("the loader's threads do the work, because a process cannot: %s", cause)
+        self.resources.stop_pipeline()
+        process, self.resources.process = self.resources.process, None
+        if process is not None:
+            process.close()
+        self.place = Place(f"'auto': a process could not be started: {cause}")
+        self._choose_workers()
+
+    def make_pipeline(
+        self, start: Start, options: PipelineOptions, read_waits: Callable[[float], float] | None = None
+    ) -> Pipeline:
+        """Make a pipeline of threads; ``read_waits`` as ``Pipeline`` has it."""
         return Pipeline(
             source=self.sources.chunks,
             batch_options=self.batch_options,
             decoders=self.reading.kinds[0].decoders,
-            options=self.tune(),
+            options=options,
             counters=self.counters,
             make_assembler=self._make_assembler,
-            start=self.start(self.sampler.epoch, self.sampler.consumed),
+            start=start,
+            read_waits=read_waits,
             workers=self.resources.workers,
             images=self.resources.images,
             replacer=self._replacer,
@@ -322,7 +396,11 @@ class Run:
         with _RECORDING:
             if timeline is not None and self.counters.timeline is not None:
                 raise ConfigError("a trace of this loader is being recorded already; end that one first")
-            self.counters.timeline = timeline
+            before, self.counters.timeline = self.counters.timeline, timeline
+            if self.resources.process is not None:
+                spans = self.resources.process.trace(is_on=timeline is not None)
+                if before is not None:
+                    before.absorb(spans)
 
     def metrics(self) -> LoaderMetrics:
         """Measure the current numbers; of a mixture also the progress in each source."""

@@ -43,8 +43,14 @@ def count_store(store: object) -> StoreCounts:
 
     Of what has several (``stores``), as a mixture of data sets has, those of all together.
     """
-    counts = [vars(_count_one(each)) for each in _all_of(store)]
-    return StoreCounts(**{field.name: sum(each[field.name] for each in counts) for field in fields(StoreCounts)})
+    return add_counts(*(_count_one(each) for each in _all_of(store)))
+
+
+def add_counts(*counts: StoreCounts) -> StoreCounts:
+    """Add up the counts of several stores."""
+    return StoreCounts(
+        **{field.name: sum(getattr(each, field.name) for each in counts) for field in fields(StoreCounts)}
+    )
 
 
 def _count_one(store: object) -> StoreCounts:

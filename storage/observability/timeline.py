@@ -7,12 +7,23 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..files import AnyPath, write_output
 
 Event = Mapping[str, Any]
-_Span = tuple[threading.Thread, str, float, float]  # whose, what, and from when until when by perf_counter
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """A thread of another process."""
+
+    native_id: int
+    name: str
+
+
+_Span = tuple[threading.Thread | _Foreign, str, float, float]  # whose, what, and from when until when by perf_counter
 MOST_SPANS = 200_000  # about 20 MB of memory, and 30 MB as JSON
 
 
@@ -39,6 +50,20 @@ class Timeline:
             self._dropped += 1
         elif stop_s >= self._began_s:
             self._spans.append((threading.current_thread(), name, max(start_s, self._began_s), stop_s))
+
+    def spans(self) -> list[tuple[int, str, str, float, float]]:
+        """List the spans as plain values: a thread's number and name, what, and from when until when."""
+        return [(thread.native_id or 0, thread.name, what, start, stop) for thread, what, start, stop in self._spans]
+
+    def absorb(self, spans: Iterable[tuple[int, str, str, float, float]]) -> None:
+        """Add spans of another process of this machine, whose clock is the same."""
+        threads: dict[int, _Foreign] = {}
+        for number, name, what, start_s, stop_s in spans:
+            if len(self._spans) >= self._most:
+                self._dropped += 1
+            elif stop_s >= self._began_s:
+                thread = threads.setdefault(number, _Foreign(number, name))
+                self._spans.append((thread, what, max(start_s, self._began_s), stop_s))
 
     def events(self, process: str) -> list[Event]:
         """The spans as events of a process of this name; times are microseconds since 1970."""

@@ -177,7 +177,7 @@ def test_a_comparison_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> Non
                  "fields": ["cls", "jpg"]},
         "machine": {"cores": 2, "cpu": "AMD EPYC 9R14 96-Core Processor"},
         "settings": {"batch_size": 64, "decode": "none", "rounds": 3},
-        "refused": {"litdata": "it is not installed; pip install litdata, or 'penstock[bench]'"},
+        "refused": {"litdata": "it is not installed; pip install litdata"},
         "summary": summarize(runs),
     }  # fmt: skip
     print_result(result, Console(width=WIDTH, highlight=False))

@@ -20,6 +20,7 @@ import yaml
 from manifest_keys import KINDS, POD, find_flaws
 
 import penstock
+from devtools import ray_nodes
 from penstock.cli.common import parse
 from penstock.cli.doctor import DoctorArguments
 from penstock.trainer.recipes.command_line import Command, read_command
@@ -253,6 +254,18 @@ def _parser_of(script: Path) -> Any:
     tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef) or node.name == "parse"]
     exec(compile(tree, str(script), "exec"), names)
     return names["parse"]
+
+
+def test_the_tool_that_kills_a_node_runs_the_rayjobs_command(tmp_path: Path) -> None:
+    program, script, *words = ray_nodes.command_of(ray_nodes.RAYJOB.read_text(), tmp_path, epochs=3)
+    assert (program, Path(script)) == (sys.executable, DEPLOY / "ray" / "train.py")
+    options = _parser_of(Path(script))(words)
+    assert (options.workers, options.gpus, options.failures) == (2, False, 10)
+    assert options.storage == str(tmp_path / "ray")
+    recipe = read_command(options.recipe)
+    assert isinstance(recipe, Command)
+    with pytest.raises(ValueError, match="no entrypoint"):
+        ray_nodes.command_of("kind: RayJob\n", tmp_path, epochs=3)
 
 
 def test_the_task_of_skypilot_runs_commands_of_ours(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import pytest
 import simplejpeg
@@ -74,10 +76,17 @@ def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
 
     class Codec:
         device = torch.device("cpu")
+        turn = threading.Lock()
 
         @contextmanager
-        def lane(self) -> Iterator[Callable[[], None]]:
-            yield lambda: None
+        def lane(self) -> Iterator[Self]:
+            yield self
+
+        def wait(self) -> None:
+            pass
+
+        def host_memory(self, nbytes: int) -> torch.Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8)
 
         def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return [torch.from_numpy(simplejpeg.decode_jpeg(one.numpy())).movedim(-1, 0) for one in streams]
@@ -85,8 +94,10 @@ def test_decoding_is_measured_on_the_cpu_and_by_a_codec_or_says_why_not(
     monkeypatch.setattr(device_codec, "open_codec", lambda device: Codec())
     monkeypatch.setattr(decoding, "_BARE_IMAGES", 4)
     rates = run_decoding(asked)
-    assert rates.keys() == {"cpu", "threads", "device", "bare"}
-    assert all(rate["images_per_s"] > 0 for rate in rates.values())
+    assert rates.keys() == {"cpu", "threads", "device", "bare", "resize"}
+    assert rates["resize"]["images"] == 4
+    assert min(rates["resize"].values()) > 0
+    assert all(rates[way]["images_per_s"] > 0 for way in ("cpu", "threads", "device", "bare"))
     screen = Console(record=True, width=120)
     print_decoding(rates, screen)
     print_decoding(told, screen)

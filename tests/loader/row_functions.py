@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -109,3 +110,25 @@ def fail_on_every_fifth(sample: dict[str, Any]) -> dict[str, Any]:
     if int(sample["n"]) % 5 == 0:
         raise ValueError(f"sample {sample['n']} is one of every fifth")
     return sample
+
+
+def exit_at_seven(sample: Sample) -> Sample:
+    if sample["txt"] == "7":
+        os._exit(3)
+    return sample
+
+
+def speak_at_seven(sample: Sample) -> Sample:
+    if sample["txt"] == "7":
+        print("seven is here")
+        warnings.warn("seven needs care", UserWarning, stacklevel=1)
+    return sample
+
+
+def grow(sample: Sample) -> Sample:
+    number = int(sample["txt"])
+    return {"number": number, "values": np.full(100 + 200 * number, number)}
+
+
+class Samples(list[Sample]):
+    """What a function of users' may make batches of: no tensors, and equal where their samples are."""

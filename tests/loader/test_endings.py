@@ -24,10 +24,11 @@ END_S = 30.0  # how long "at once" may last on a busy machine; a run that is not
 SETTINGS = {
     "threads": [],
     "processes": ["processes=2"],
+    "process": ['place="process"'],
     "cached slow store": ["latency_s=0.2", "cache_dir=CACHE"],
     "stuck store": ["latency_s=600"],
 }
-PROCESSES = {"threads": 1, "processes": 3, "cached slow store": 1, "stuck store": 1}
+PROCESSES = {"threads": 1, "processes": 3, "process": 2, "cached slow store": 1, "stuck store": 1}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def end_of(run: subprocess.Popen[str]) -> tuple[str, str, float]:
     return out, errors, time.monotonic() - started
 
 
-@pytest.mark.parametrize("setting", ["threads", "processes", "cached slow store"])
+@pytest.mark.parametrize("setting", ["threads", "processes", "process", "cached slow store"])
 def test_ctrl_c_in_mid_epoch_ends_the_run_soon_with_one_traceback(tars, tmp_path, setting):
     with begun("train", setting, tars, tmp_path) as run:
         os.killpg(run.pid, signal.SIGINT)
@@ -119,7 +120,7 @@ def test_ctrl_c_in_mid_epoch_ends_the_run_soon_with_one_traceback(tars, tmp_path
             assert again.returncode == 0
 
 
-@pytest.mark.parametrize("setting", ["threads", "processes", "cached slow store"])
+@pytest.mark.parametrize("setting", ["threads", "processes", "process", "cached slow store"])
 def test_a_script_may_end_without_closing_while_batches_are_made(tars, tmp_path, setting):
     with begun("exit", setting, tars, tmp_path) as run:
         _, errors, took_s = end_of(run)

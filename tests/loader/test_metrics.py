@@ -98,7 +98,7 @@ def test_the_public_fields_are_these_and_each_is_explained() -> None:
         **dict.fromkeys(("cache_uncached", "cache_corrupt"), "int"),
         **dict.fromkeys(("waiting_batches", "ready_batches", "queued_chunks", "chunks_in_flight"), "int"),
         **dict.fromkeys(("resident_chunks", "resident_bytes", "peak_bytes", "process_bytes"), "int"),
-        **dict.fromkeys(("fetch_threads", "decode_threads", "decode_processes"), "int"),
+        **dict.fromkeys(("fetch_threads", "decode_threads", "decode_processes", "loader_process"), "int"),
         **dict.fromkeys(("read_ahead_bytes", "tuning_changes"), "int"),
         "tuning": "str",
         **dict.fromkeys(("running_requests", "request_limit"), "int"),

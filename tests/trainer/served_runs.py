@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.trainer import (
+    ArrayLoader,
     DistributedTrainer,
     PrecisionConfig,
     ReportConfig,
@@ -18,6 +20,7 @@ from penstock.trainer import (
     World,
     seed_all,
 )
+from penstock.trainer.options import build_config
 from penstock.trainer.recipes.recipe import Recipe, build_recipe
 
 ROWS, FEATURES, IDS = 6, 5, 12
@@ -34,6 +37,16 @@ class Net(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         out: Tensor = self.layers(batch["x"])
         return out.squeeze(1)
+
+
+class NoisyNet(Net):
+    """With dropout, which draws by step and learner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2), nn.Linear(2, 1)
+        )
 
 
 class TableNet(nn.Module):
@@ -82,6 +95,23 @@ def make_batches(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
     ]
 
 
+def make_rows(
+    count: int,
+    batch_size: int | None = None,
+    global_batch_size: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> ArrayLoader:
+    """Rows of which each rank gets its part of a batch."""
+    generator = torch.Generator().manual_seed(5)
+    arrays = {
+        "x": torch.randn(count, FEATURES, generator=generator),
+        "y": torch.randn(count, generator=generator),
+    }
+    sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+    return ArrayLoader(arrays, **sizes, seed=2, rank=rank, world_size=world_size)
+
+
 def squares(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     return (model(batch) - batch["y"]).square().sum(), len(batch["y"])
 
@@ -92,6 +122,11 @@ def count_once(model: Tally, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
 
 def count_in_one(model: Tallies, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
     return model.counts[int(batch["place"])].sum(), 1
+
+
+def count_apart(model: Tallies, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    rest = torch.stack([one.sum() for one in model.counts]).sum() * 0  # each has a gradient
+    return model.counts[int(batch["place"])].sum() + rest, 1
 
 
 def mean_square(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
@@ -115,6 +150,53 @@ def train_ranks(world: World, folder: str, workers: int, batches: int) -> dict[s
         return {name: one.detach().clone() for name, one in trainer.parallel.inner.named_parameters()}
 
 
+def train_learners(world: World, folder: str, batches: int, every: int) -> dict[str, Tensor]:
+    """Train learners of one rank by all-reduce, each on the batches that a synchronous one over servers gets."""
+    seed_all(0)
+    leases = [make_batches(batches)[first : first + every] for first in range(0, batches, every)]
+    own = [batch for lease in leases[world.rank :: world.world_size] for batch in lease]
+    values = {
+        "epochs": 1,
+        "output_dir": folder,
+        "precision": {"dtype": "fp32"},
+        "report": {"quiet": True},
+        "checkpoint": {"every_steps": 0},
+        "schedule": {"shape": "cosine", "warmup_steps": 2},
+        "parallel": {"mode": "diloco", "diloco": {"every": every}},
+    }
+    optimizer = partial(torch.optim.AdamW, lr=0.02)
+    config = build_config(TrainerConfig, values)
+    with DistributedTrainer(NoisyNet(), optimizer, own, config, loss=squares, world=world) as trainer:
+        trainer.train()
+        learners = trainer._saver.learners
+        assert learners is not None
+        return {name: one.detach().clone() for name, one in learners._outer.weights.items()}
+
+
+def train_rows(world: World, folder: str, count: int, batch: int, zero: int) -> dict[str, Tensor]:
+    """Train on all ranks as one replica, or its shards."""
+    seed_all(0)
+    values = {
+        "epochs": 2,
+        "output_dir": folder,
+        "precision": {"dtype": "fp32"},
+        "report": {"quiet": True},
+        "checkpoint": {"every_steps": 0},
+        "step": {"clip_norm": 0.5},
+        "parallel": {"zero": zero},
+    }
+    rows = make_rows(count, global_batch_size=batch, rank=world.rank, world_size=world.world_size)
+    optimizer = partial(torch.optim.AdamW, lr=0.02)
+    config = build_config(TrainerConfig, values)
+    with DistributedTrainer(NoisyNet(), optimizer, rows, config, loss=squares, world=world) as trainer:
+        trainer.train()
+        found = trainer.parallel.inner.state_dict()
+        return {
+            name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
+            for name, one in found.items()
+        }
+
+
 def recipe_of(
     folder: object,
     *,
@@ -124,14 +206,15 @@ def recipe_of(
     loss: str = "squares",
     optimizer: Mapping[str, Any] | None = None,
     evaluates: bool = False,
+    data: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
     **server: object,
 ) -> Recipe:
     tables: dict[str, Any] = {
         "model": {"use": f"{MODULE}:{model}", "args": dict(model_args or {})},
         "optimizer": dict(optimizer or {"use": "torch.optim:SGD", "args": {"lr": 0.05}}),
-        "loss": {"use": f"{MODULE}:{loss}"},
-        "data": {"use": f"{MODULE}:make_batches", "args": {"count": batches}},
+        "loss": {"use": loss if ":" in loss else f"{MODULE}:{loss}"},
+        "data": dict(data or {"use": f"{MODULE}:make_batches", "args": {"count": batches}}),
         "trainer": {
             "epochs": 1,
             "output_dir": str(folder),

@@ -58,8 +58,10 @@ def adding(**changes: object) -> ServerConfig:
 class Cluster:
     """Shards, their replicas or checkpoints, and a call to them that fails as ``faults`` says, a fault a call."""
 
-    def __init__(self, config: ServerConfig, shards: int = 2, *, is_replicated: bool = False) -> None:
-        self.config, self.is_replicated = config, is_replicated
+    def __init__(
+        self, config: ServerConfig, shards: int = 2, *, is_replicated: bool = False, sends_at_once: bool = False
+    ) -> None:
+        self.config, self.is_replicated, self.sends_at_once = config, is_replicated, sends_at_once
         self.placement = Placement({f"shard-{index}": 1 for index in range(shards)})
         self._starts = 0
         self.hosts = {name: self.new_host(name, self.placement.buckets_of(name)) for name in self.placement.weights}
@@ -206,6 +208,19 @@ class Cluster:
             self.deliver_late()
         return reply
 
+    def begin(self, name: str, request: Request) -> Callable[[], Reply]:
+        """Call a shard, and tell what came of it later."""
+        try:
+            reply = self.call(name, request)
+        except ServerError as exc:
+            error = exc
+
+            def fail() -> Reply:
+                raise error
+
+            return fail
+        return lambda: reply
+
     def deliver_late(self) -> None:
         """Deliver what was delayed, the last first; nobody hears the replies."""
         late, self.late = self.late, []
@@ -233,6 +248,7 @@ class Cluster:
             call=self.call,
             placement=lambda: self.placement,
             wait=self.wait,
+            start=self.begin if self.sends_at_once else None,
             config=config or ClientConfig(pause=0),
         )
         self.clients.append(made)
@@ -269,9 +285,9 @@ class Cluster:
         wanted = np.array(ids, np.int64)
         found = self.config.schema.table(table).first_rows(wanted)
         for place, number in enumerate(placement_module.buckets_of_rows(table, wanted).tolist()):
-            block = self.shards[self.placement.shard_of(number)].buckets[number].tables.get(table)
-            if block is not None and (at := int(block.places(wanted[place : place + 1])[0])) >= 0:
-                found[place] = block.values[at]
+            held = self.shards[self.placement.shard_of(number)].buckets[number].tables.get(table)
+            if held is not None and ids[place] in held.ids:
+                found[place] = held.values[held.ids.tolist().index(ids[place])]
         return found
 
 

@@ -29,7 +29,13 @@ class Reader:
     def __init__(self, services: Services, begun: Begun, schema: Schema, config: ClientConfig) -> None:
         header = Header(run=begun.run, schema=schema.digest, worker="reader", incarnation=READER, token=begun.token)
         self._client = ServerClient(
-            header, schema, call=services.call, placement=services.placement, wait=lambda seconds: None, config=config
+            header,
+            schema,
+            call=services.call,
+            placement=services.placement,
+            wait=lambda seconds: None,
+            start=services.start,
+            config=config,
         )
 
     def load(self, model: nn.Module) -> None:

@@ -23,7 +23,10 @@ _REST_S = 1.0  # without a step after which shards hear the clock again: one may
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """A push of a step: the gradients of a batch's mean loss, and by table ids (n,) and their rows (n, width)."""
+    """A push of a step: the gradients of a batch's mean loss, and by table ids (n,) and their rows (n, width).
+
+    Nobody writes to any of them any more.
+    """
 
     tensors: Mapping[str, Tensor]
     rows: Rows = field(default_factory=dict)
@@ -36,11 +39,12 @@ class Exchange:
     """Pushes a step's gradients and pulls what the next one computes with.
 
     With ``is_ahead`` a step computes while the exchange of the one before it is under way, so that it lacks what its
-    own worker pushed last; policies count this step in. Otherwise ``exchange`` waits.
+    own worker pushed last; policies count this step in. Otherwise ``exchange`` waits, and rows of the next batch are
+    read while this one is computed: ``exchange`` gets anew those that pushes have made stale.
     The client is used under one lock: by the thread within an exchange, by the caller outside of one.
 
-    All mutable state: the exchange under way, the rows that it pulled, the batches that are pushed and may still be
-    lost, those that cannot and were not told yet, an error, and whether this is closed.
+    All mutable state: the exchange under way, the rows that it pulled and those to read ahead, the batches that are
+    pushed and may still be lost, those that cannot and were not told yet, an error, and whether this is closed.
     """
 
     def __init__(self, client: ServerClient, tables: Mapping[str, ServerEmbedding], *, is_ahead: bool) -> None:
@@ -50,6 +54,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._changed = Condition()
         self._work: tuple[Gradients, Mapping[str, NDArray[np.int64]]] | None = None
+        self._wanted: Mapping[str, NDArray[np.int64]] = {}
         self._rows: dict[str, tuple[NDArray[np.int64], Tensor]] = {}
         self._uncounted: set[int] = set()
         self._counted: list[int] = []
@@ -65,6 +70,13 @@ class Exchange:
         with self._lock:
             self._pull(lookups)
         self._load(parameters)
+
+    def read_ahead(self, lookups: Mapping[str, NDArray[np.int64]]) -> None:
+        """Begin to read rows, ids by table, that the next ``exchange`` looks up; needless with ``is_ahead``."""
+        if lookups and not self.is_ahead:
+            with self._changed:
+                self._wanted = lookups
+                self._changed.notify_all()
 
     def exchange(
         self,
@@ -156,24 +168,23 @@ class Exchange:
         self._rows = {}
 
     def _pull(self, lookups: Mapping[str, NDArray[np.int64]]) -> None:
-        self.client.pull()
-        for table, ids in lookups.items():
-            distinct = np.unique(ids)
-            self._rows[table] = distinct, self.client.pull_rows(table, distinct)
+        self._rows = self.client.pull_with_rows(lookups)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._work is not None or self._is_closed, timeout=_REST_S)
+                self._changed.wait_for(lambda: self._work or self._wanted or self._is_closed, timeout=_REST_S)
                 if self._is_closed:
                     return
-                work = self._work
+                work, wanted, self._wanted = self._work, self._wanted, {}
             try:
                 with self._lock:
-                    if work is None:
-                        self.client.send_clock()
-                    else:
+                    if wanted:
+                        self.client.pull_ahead(wanted)
+                    if work is not None:
                         self._do(*work)
+                    elif not wanted:
+                        self.client.send_clock()
             except BaseException as exc:  # noqa: BLE001 - raised where the worker waits
                 with self._changed:
                     self._error = exc
@@ -188,7 +199,7 @@ class Exchange:
         client = self.client
         client.unit = gradients.unit
         if gradients.weight > 0:
-            client.push(gradients.tensors, gradients.rows, weight=gradients.weight, rate=gradients.rate)
+            client.push(gradients.tensors, gradients.rows, weight=gradients.weight, rate=gradients.rate, is_given=True)
         client.advance()
         self._uncounted.add(gradients.unit)
         self._note_counted()

@@ -63,6 +63,10 @@ class LocalCluster:
                 raise ShardUnreachableError(f"{name} has left this run")
             yield held
 
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        reply = self.call(shard, request)
+        return lambda: reply
+
     def placement(self) -> Placement:
         return self.coordinator.placement
 
@@ -165,8 +169,7 @@ class LocalCluster:
         held = self.shards[shard]
         for number in sorted(held.buckets):
             with self._locks[shard]:
-                bucket = held.buckets[number]
-                data = held.snapshot(number) if bucket.pieces or bucket.tables or bucket.counted else b""
+                data = b"" if held.buckets[number].is_empty else held.snapshot(number)
             if data:
                 yield number, data
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ..report.progress import Summary
 from ..report.status.scaling import Answer, Wanted, answer_request, choose_names, open_to_requests, read_request
 from ..server.checkpoints import find_newest
 from ..watch.stop_flag import StopFlag
+from .learner_ranks import run_learner_ranks
 from .local_cluster import LocalCluster
 from .narrator import Narrator, View
 from .saved_runs import checkpoint_place, load, resume_setup, save
@@ -59,14 +61,12 @@ def train_locally(
             flag = stack.enter_context(StopFlag())
         resumed = None if saved is None else View.of(cluster.coordinator)
         narrator.begin(workers=workers, shards=shards, server=setup.server, resumed=resumed)
-        for text in notes:
-            narrator.note(text)
         saved_step = cluster.coordinator.step
         output = Path(recipe.trainer.output_dir)
         open_to_requests(output)
         if host is not None:
             stack.enter_context(host.serve(cluster))
-        crew = Crew(recipe, cluster, workers if host is None else 1)
+        crew = Crew(recipe, cluster, workers if host is None else 1, notes.append)
         stack.callback(crew.end)
         is_over = False
         while not is_over:
@@ -77,6 +77,8 @@ def train_locally(
             if (wanted := read_request(output)) is not None:
                 _scale(wanted, output, crew, cluster, narrator, has_ranks=host is not None)
             cluster.ask(lambda one, now: narrator.look(one))
+            while notes:
+                narrator.note(notes.pop(0))
             if problem := narrator.find_stall(recipe.trainer.stall_timeout_s):
                 raise StallError(problem)
             if store is not None and (is_over or cluster.coordinator.step >= saved_step + every):
@@ -119,13 +121,17 @@ def _scale(
 
 
 class Crew:
-    """The workers of a run, each a thread. One that fails has the others end.
+    """The workers of a run, each a thread, or a learner, each a thread that watches processes of its own.
+
+    One that fails has the others end. ``note`` gets sentences for people, from any of these threads.
 
     All mutable state: the threads by name, those that are to leave, and the errors.
     """
 
-    def __init__(self, recipe: Recipe, cluster: LocalCluster, workers: int) -> None:
-        self._recipe, self._cluster = recipe, cluster
+    def __init__(
+        self, recipe: Recipe, cluster: LocalCluster, workers: int, note: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._recipe, self._cluster, self._note = recipe, cluster, note
         self._errors: list[BaseException] = []
         self._options = WorkerOptions(
             pause_s=_PAUSE_S, silence_s=recipe.trainer.server.silence_s, seeds_steps=workers == 1
@@ -175,7 +181,10 @@ class Crew:
 
     def _run(self, recipe: Recipe, name: str, options: WorkerOptions) -> None:
         try:
-            run_worker(recipe, name, self._cluster, options)
+            if recipe.trainer.parallel.mode == "diloco":
+                run_learner_ranks(recipe, name, self._cluster, options, note=self._note)
+            else:
+                run_worker(recipe, name, self._cluster, options)
         except BaseException as exc:  # noqa: BLE001 - raised in the main thread
             self._errors.append(exc)
             self._cluster.ask(lambda one, now: one.stop())

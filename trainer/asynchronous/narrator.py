@@ -22,7 +22,7 @@ from ..server.coordinator import Coordinator
 from ..server.services import DataPlan
 from ..server.shard import ServerConfig
 
-_SUMS = ("batches", "rows", "loss", "count", "waited_s")
+_SUMS = ("batches", "rows", "loss", "count", "waited_s", "outer_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Narrator:
                 "parameters": parameters,
                 "total_steps": self._plan.steps,
                 "torch": torch.__version__,
-                "mode": "parameter_server",
+                "mode": self._recipe.trainer.parallel.mode,
                 "policy": self._recipe.trainer.server.policy,
                 "shards": shards,
                 "dtype": self._recipe.trainer.precision.dtype,
@@ -116,7 +116,9 @@ class Narrator:
         if sums["batches"] < self._sums["batches"]:  # of a coordinator that has started anew, which begins at zero
             self._before = {name: before - self._sums[name] for name, before in self._before.items()}
         self._sums = sums
-        progress = view.consumed, view.evaluated
+        self._consumed = view.consumed
+        is_learned = self._recipe.trainer.parallel.mode == "diloco"  # a batch counts long after it is trained on
+        progress = int(self._sums["batches"]) if is_learned else view.consumed, view.evaluated
         if progress != self._progress:
             self._progress, self._progressed_s = progress, time.monotonic()
         is_due = view.step - self._step >= self._recipe.trainer.report.every
@@ -135,7 +137,7 @@ class Narrator:
         if limit_s is None or silent_s <= limit_s:
             return ""
         return (
-            f"no batch was trained on for {silent_s:.0f} s (stall_timeout_s={limit_s:g}), and {self._progress[0]} of "
+            f"no batch was trained on for {silent_s:.0f} s (stall_timeout_s={limit_s:g}), and {self._consumed} of "
             f"{self._plan.units} are; look at what the workers wait for, or give a longer stall_timeout_s"
         )
 
@@ -211,8 +213,16 @@ class Narrator:
                 "staleness": max((one.get("staleness", 0.0) for one in view.numbers.values()), default=0.0),
                 "waited_share": spent["waited_s"] / seconds / workers,
                 "eta_s": left * done_s,
+                **self._describe_learners(view, spent["waited_s"] / workers),
             },
         )
+
+    def _describe_learners(self, view: View, waited_s: float) -> Mapping[str, float]:
+        """Numbers of learners' exchanges, as of those by all-reduce; empty where there are none."""
+        norms = [one["outer_norm"] for one in view.numbers.values() if "outer_norm" in one]
+        if not norms:
+            return {}
+        return {"outer_norm": max(norms), "outer_bytes": self._sums["outer_bytes"], "outer_wait_s": waited_s}
 
     def _record(self, kind: str, values: Values, step: int | None = None) -> None:
         for observer in self._observers:

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..data.batches import count_rows
+from ..diloco.served import make_outer
 from ..errors import RecipeError, TrainerConfigError
+from ..ranks.world import World
 from ..recipes.parameter_groups import freeze_parameters
 from ..recipes.recipe import Component, Recipe
 from ..reproducibility import seed_all
@@ -67,8 +69,8 @@ def build_model(recipe: Recipe) -> nn.Module:
     """
     if recipe.meta:
         raise TrainerConfigError(
-            "model.meta=true builds a model without memory, and with parallel.mode='parameter_server' each worker "
-            "holds a whole one; leave model.meta out"
+            f"model.meta=true builds a model without memory, and with parallel.mode={recipe.trainer.parallel.mode!r} "
+            "each worker holds a whole one; leave model.meta out"
         )
     seed_all(recipe.trainer.seed)
     model = recipe.make_model()
@@ -99,7 +101,13 @@ def make_schema(model: nn.Module) -> Schema:
 def make_server_config(recipe: Recipe, model: nn.Module, *, run: str, token: str = "") -> ServerConfig:
     """Make what the shards of a run agree on."""
     options = recipe.trainer.server
-    for group in recipe.groups:
+    is_learned = recipe.trainer.parallel.mode == "diloco"
+    if is_learned and find_tables(model):
+        raise TrainerConfigError(
+            "ServerEmbedding has its rows on the servers, and with parallel.diloco.over='server' learners step whole "
+            "models by themselves; use nn.Embedding, or parallel.mode='parameter_server'"
+        )
+    for group in () if is_learned else recipe.groups:
         if not group.freeze:
             raise TrainerConfigError(
                 f"{group.key} gives some parameters settings of their own, and servers step all of them alike; leave "
@@ -110,7 +118,10 @@ def make_server_config(recipe: Recipe, model: nn.Module, *, run: str, token: str
             f"export={recipe.trainer.export!r} writes parameters, and rows of a ServerEmbedding are none; leave export "
             "out: checkpoints have them"
         )
-    dense, rows = find_optimizers(make_optimizer(recipe, model))
+    if is_learned:
+        dense = rows = make_outer(recipe.trainer.parallel.diloco, options)
+    else:
+        dense, rows = find_optimizers(make_optimizer(recipe, model))
     return ServerConfig(
         run=run,
         schema=make_schema(model),
@@ -167,6 +178,29 @@ def find_optimizers(optimizer: torch.optim.Optimizer) -> tuple[Optimizer, Optimi
 def open_worker_data(recipe: Recipe, plan: DataPlan) -> Any:
     """Open the recipe's data as one worker reads it: alone, in batches of the plan."""
     return _data_of_worker(recipe.data, plan.rows, is_logged=True).make()
+
+
+def open_learner_data(recipe: Recipe, plan: DataPlan, world: World) -> Any:
+    """Open the recipe's data as a rank of a learner reads it: its part of each batch of the plan.
+
+    Raises:
+        TrainerConfigError: the batches cannot be shared out among so many ranks.
+    """
+    ranks = world.world_size
+    if ranks == 1:
+        return open_worker_data(recipe, plan)
+    alone = _data_of_worker(recipe.data, plan.rows // ranks, is_logged=True)
+    if plan.rows % ranks or not {"rank", "world_size", "batch_size"} <= alone.args.keys():
+        why = (
+            f"its batches of {plan.rows} samples cannot be cut into equal parts"
+            if plan.rows % ranks
+            else "its data take no rank, world_size and batch_size or global_batch_size"
+        )
+        raise TrainerConfigError(
+            f"parallel.diloco.ranks={ranks} shares each batch of a learner out among its ranks, and {why}; use "
+            "parallel.diloco.ranks=1, or other data.args"
+        )
+    return replace(alone, args={**alone.args, "rank": world.rank, "world_size": ranks}).make()
 
 
 def open_evaluation_data(recipe: Recipe) -> Any:
@@ -246,7 +280,15 @@ def _count_batches(loader: Any) -> int:
 def _make_plan(recipe: Recipe, workers: int, batches: int, rows: int, saved: Mapping[str, Any] | None) -> DataPlan:
     trainer = recipe.trainer
     in_rounds = trainer.server.rule.merges == "by clock"
-    given = {"batches": batches, "rows": rows, "workers": workers, "span": 1 if in_rounds else trainer.server.lease}
+    span = 1 if in_rounds else trainer.server.lease
+    if trainer.parallel.mode == "diloco":
+        span = trainer.parallel.diloco.every
+    given = {"batches": batches, "rows": rows, "workers": workers, "span": span}
+    if saved is not None and trainer.parallel.mode == "diloco" and saved["span"] != span:
+        raise TrainerConfigError(
+            f"parallel.diloco.every={span}, and the run began with {saved['span']}, by which its batches are leased; "
+            f"give parallel.diloco.every={saved['span']}, or another output_dir"
+        )
     if saved is not None:
         given |= {name: saved[name] for name in ("workers", "span", "rows")}
     has_tasks = recipe.evaluation is not None or trainer.export is not None

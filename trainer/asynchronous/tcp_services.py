@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
@@ -125,6 +125,10 @@ class TcpServices:
     def call(self, shard: str, request: Request) -> Reply:
         reply: Reply = self._ask("call", shard, request)
         return reply
+
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        reply = self.call(shard, request)
+        return lambda: reply
 
     def placement(self) -> Placement:
         return Placement(*self._ask("placement"))

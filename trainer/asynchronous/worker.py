@@ -67,7 +67,7 @@ def run_worker(recipe: Recipe, name: str, services: Services, options: WorkerOpt
     with _BUILDING:
         model = build_model(recipe)
         optimizer = make_optimizer(recipe, model)
-    device = _find_device(recipe.trainer.device)
+    device = find_device(recipe.trainer.device)
     with opened(_Loader(recipe)) as loader:
         worker = Worker(recipe, name, services, options, model.to(device), optimizer, loader, device)
         while not worker.live():
@@ -121,7 +121,7 @@ class Worker:
         services, name = self._services, self._name
         begun = services.begin(name)
         try:
-            with _Pulse(services, name, begun, self._options) as pulse:
+            with Pulse(services, name, begun, self._options) as pulse:
                 lease = self._await_lease(begun, pulse)
                 if lease is None:
                     services.leave(name, begun.incarnation)
@@ -135,7 +135,7 @@ class Worker:
             raise
         return False
 
-    def _await_lease(self, begun: Begun, pulse: _Pulse) -> Lease | None:
+    def _await_lease(self, begun: Begun, pulse: Pulse) -> Lease | None:
         """Wait for the first lease, and do other work meanwhile; None once the run is over."""
         while True:
             lease = self._services.lease(self._name, begun.incarnation, -1)
@@ -168,7 +168,7 @@ class Worker:
             pause=self._options.pause_s,
         )
 
-    def _train(self, begun: Begun, first: Lease, pulse: _Pulse) -> None:
+    def _train(self, begun: Begun, first: Lease, pulse: Pulse) -> None:
         """Train on leases until there is none."""
         header = Header(
             run=begun.run,
@@ -183,6 +183,7 @@ class Worker:
             call=self._services.call,
             placement=self._services.placement,
             wait=pulse.wait,
+            start=self._services.start,
             config=self._client_config(),
         )
         client.join()
@@ -208,7 +209,7 @@ class Worker:
         schedule: Schedule,
         batches: LeasedBatches,
         exchange: Exchange,
-        pulse: _Pulse,
+        pulse: Pulse,
     ) -> None:
         """Train on batches until there are no more, and wait until all of it counts."""
         counted = Counted(lambda lease, upto: self._services.consume(self._name, begun.incarnation, lease, upto))
@@ -216,6 +217,7 @@ class Worker:
         exchange.begin(self._parameters, self._look_up(one))
         while one is not None:
             schedule.set_rates(begun.plan.step_of(one.unit))
+            exchange.read_ahead(self._look_up(batches.peek()))
             gradients = self._compute(one, schedule.rate)
             counted.expect(one)
             started = time.monotonic()
@@ -339,7 +341,7 @@ class Counted:
         return self._settled
 
 
-class _Pulse:
+class Pulse:
     """Says that a worker lives, on a thread of its own; learns that it was given up, or that the run is to stop."""
 
     def __init__(self, services: Services, name: str, begun: Begun, options: WorkerOptions) -> None:
@@ -389,7 +391,7 @@ class _Pulse:
                 return
 
 
-def _find_device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)

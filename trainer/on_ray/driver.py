@@ -96,7 +96,7 @@ def train_on_ray(recipe: Recipe, options: RayOptions) -> Summary:
         setup = replace(setup, server=replace(setup.server, token=secrets.token_hex(16)))
         with ExitStack() as stack:
             flag = stack.enter_context(StopFlag())
-            cpus = options.workers + options.shards
+            cpus = options.workers * recipe.trainer.parallel.diloco.ranks + options.shards
             namespace = f"penstock-{setup.server.run}-{secrets.token_hex(4)}"
             ray = stack.enter_context(open_cluster(options.address, cpus=cpus, namespace=namespace))
             narrator = stack.enter_context(Narrator(recipe, setup.plan))
@@ -234,7 +234,7 @@ class _Run:
             self._start_worker(f"worker-{index:03d}")
 
     def _check_room(self) -> None:
-        wanted = self._options.workers + self._options.shards
+        wanted = self._options.workers * self._recipe.trainer.parallel.diloco.ranks + self._options.shards
         slots = int(self._ray.cluster_resources().get("CPU", 0))
         if slots < wanted:
             raise TrainerConfigError(
@@ -256,8 +256,9 @@ class _Run:
             token=self._token,
             silence_s=self._recipe.trainer.server.silence_s,
         )
-        gpus = 1 if self._recipe.trainer.device == "cuda" else 0
-        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
+        ranks = self._recipe.trainer.parallel.diloco.ranks
+        gpus = ranks if self._recipe.trainer.device == "cuda" else 0
+        options = {"num_cpus": cpus * ranks, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
         actor = worker_actor.make_actor_class().options(**options).remote(settings)
         self._workers[name] = actor
         self._pids[actor.pid.remote()] = name

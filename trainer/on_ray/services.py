@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ShardUnreachableError
@@ -27,8 +27,8 @@ _PAUSE_S = 0.2
 class RayServices:
     """``Services`` of a run whose actors have names in this namespace. For several threads.
 
-    All mutable state: handles of actors, whether a worker is to stop, as heard a moment ago, and the bytes and seconds
-    of calls of each shard that were not told yet.
+    All mutable state: handles of actors, whether a worker is to stop, as heard a moment ago, the bytes and seconds of
+    calls of each shard that were not told yet, and when each last replied.
     """
 
     def __init__(self, token: str) -> None:
@@ -37,6 +37,7 @@ class RayServices:
         self._actors: dict[str, Any] = {}
         self._stopping: dict[str | None, tuple[float, bool]] = {}
         self._calls: dict[str, tuple[float, float]] = {}
+        self._replied: dict[str, float] = {}
 
     def call(self, shard: str, request: Request) -> Reply:
         deadline = time.monotonic() + _PATIENCE_S
@@ -50,12 +51,27 @@ class RayServices:
                     raise
                 time.sleep(_PAUSE_S)
             else:
-                self._measure(shard, count_bytes(request) + count_bytes(reply), time.monotonic() - started)
+                self._measure(shard, count_bytes(request) + count_bytes(reply), started)
                 return reply
 
-    def _measure(self, shard: str, count: int, seconds: float) -> None:
-        if count >= LEAST_CALL_BYTES:
-            with self._lock:
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        started = time.monotonic()
+        reply = self._actor(shard).handle.remote(request)
+
+        def take() -> Reply:
+            found: Reply = wait_for(reply, shard, timeout_s=_SHARD_S)
+            self._measure(shard, count_bytes(request) + count_bytes(found), started)
+            return found
+
+        return take
+
+    def _measure(self, shard: str, count: int, started: float) -> None:
+        """Note the bytes of a call, and its seconds since the shard's last reply: several may have been under way."""
+        now = time.monotonic()
+        with self._lock:
+            seconds = now - max(started, self._replied.get(shard, started))
+            self._replied[shard] = now
+            if count >= LEAST_CALL_BYTES:
                 before = self._calls.get(shard, (0.0, 0.0))
                 self._calls[shard] = before[0] + count, before[1] + seconds
 

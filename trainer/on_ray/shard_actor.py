@@ -22,7 +22,6 @@ from ...storage.resolve import open_store
 from ...storage.store import Store
 from ..checkpoint.remote.layout import StoredFile, list_stored
 from ..errors import CheckpointError, NotJoinedError, ServerRefusedError, ShardUnreachableError
-from ..server.bucket import Bucket
 from ..server.checkpoints import read_buckets, read_saved, write_shard
 from ..server.messages import REQUESTS, Header, Join, Joined, Leave, Pulled, Reply, Request, count_bytes
 from ..server.moving import MOST_BYTES
@@ -90,7 +89,6 @@ class ParameterShard:
             replicas=settings.replicas,
             send=self._send,
             start=self._start,
-            shares_memory=True,
         )
         self._taken: dict[str, list[tuple[int, bytes]]] = {}
         self._sequences: dict[str, dict[int, Mapping[str, tuple[int, int]]]] = {}
@@ -245,23 +243,16 @@ class ParameterShard:
 
     def _numbers(self) -> dict[str, Any]:
         own = self._shard.own
-        buckets = [one for one in own.buckets.values() if one.pieces or one.tables]
-        clocks: dict[str, int] = {}
-        for bucket in buckets:
-            for worker, clock in bucket.clocks.items():
-                clocks[worker] = min(clock, clocks.get(worker, clock))
-        values = sum(piece.values.numel() for bucket in buckets for piece in bucket.pieces.values())
-        rows = sum(len(block.ids) for bucket in buckets for block in bucket.tables.values())
         return {
             "pid": os.getpid(),
             "start": self._start,
             "is_filled": self._is_filled,
             "buckets": len(own.buckets),
-            "values": values,
-            "rows": rows,
-            "held_bytes": sum(map(_count_held, buckets)),
-            "version": max((one.version for one in buckets), default=0),
-            "clocks": clocks,
+            "values": own.num_values,
+            "rows": own.num_rows,
+            "held_bytes": own.num_bytes,
+            "version": own.version,
+            "clocks": own.clocks,
             "members": {worker: incarnation for worker, (incarnation, _) in own.members.items()},
             "waiting": {worker: names for worker, names in self._waiting.items() if worker in own.members},
             "requests": self._requests,
@@ -376,13 +367,6 @@ class ParameterShard:
     def _check(self, token: str) -> None:
         if not hmac.compare_digest(token.encode(), self._settings.config.token.encode()):
             raise ServerRefusedError(f"{self._settings.name}: the caller has not the token of the run")
-
-
-def _count_held(bucket: Bucket) -> int:
-    """The bytes of a bucket's values and of their optimizer's state."""
-    tensors = [tensor for one in bucket.pieces.values() for tensor in (one.values, *one.state.values())]
-    tensors += [tensor for block in bucket.tables.values() for tensor in (block.values, *block.state.values())]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def make_actor_class() -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 
 from ...storage.errors import PenstockError
 from ...storage.ray_cluster import import_ray
+from ..asynchronous.learner_ranks import run_learner_ranks
 from ..asynchronous.worker import WorkerOptions, run_worker
 from ..recipes.recipe import build_recipe
+from ..watch.process_end import write_stderr
 from .calls import Refused
 from .services import RayServices
 
@@ -48,10 +50,18 @@ class TrainingWorker:
         try:
             recipe = build_recipe(settings.recipe)
             options = WorkerOptions(silence_s=settings.silence_s)
-            run_worker(recipe, settings.name, RayServices(settings.token), options)
+            services = RayServices(settings.token)
+            if recipe.trainer.parallel.mode == "diloco":
+                run_learner_ranks(recipe, settings.name, services, options, note=self._note)
+            else:
+                run_worker(recipe, settings.name, services, options)
         except PenstockError as exc:
             return Refused.of(exc)
         return None
+
+    def _note(self, text: str) -> None:
+        """Write a sentence for people where Ray collects the messages of workers."""
+        write_stderr(f"{self._settings.name}: {text}\n")
 
 
 def make_actor_class() -> Any:

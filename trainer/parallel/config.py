@@ -131,6 +131,11 @@ class ParallelConfig:
                 )
 
     @property
+    def uses_servers(self) -> bool:
+        """Return whether weights lie on a parameter server."""
+        return self.mode == "parameter_server" or (self.mode == "diloco" and self.diloco.over == "server")
+
+    @property
     def is_spread(self) -> bool:
         """Return whether a replica of the model, or its experts, lie on several ranks."""
         return (self.pp, self.cp, self.tp, self.ep) != (1, 1, 1, 1)

@@ -15,8 +15,14 @@ Codec = Literal["fp32", "bf16", "int8"]
 class DilocoConfig:
     """Learners that train apart, and their exchanges (Douillard et al. 2023; by fragments, Douillard et al. 2025)."""
 
+    over: Literal["allreduce", "server"] = "allreduce"
+    """Exchange by all-reduce, or over a parameter server by the rules of trainer.server, with --workers of learners."""
+
     learners: int | None = None
     """Groups of ranks; none: a learner for each node where there are several, else for each rank."""
+
+    ranks: int = 1
+    """With over=server, ranks of each learner, which are processes of one machine."""
 
     every: int = 100
     """Steps of a learner between two exchanges of the same weights."""
@@ -41,6 +47,9 @@ class DilocoConfig:
 
     def __post_init__(self) -> None:
         key = "parallel.diloco"
+        check_choice(f"{key}.over", self.over, ("allreduce", "server"))
+        check_range(f"{key}.ranks", self.ranks, low=1)
+        self._check_way()
         check_range(f"{key}.learners", self.learners, low=1)
         check_range(f"{key}.every", self.every, low=1)
         check_range(f"{key}.rate", self.rate, low=0.0, above=True)
@@ -64,6 +73,26 @@ class DilocoConfig:
             raise TrainerConfigError(
                 f"{key}.overlap={self.overlap} must be less than the {self.every // self.fragments} steps between two "
                 f"exchanges ({key}.every={self.every} / {key}.fragments={self.fragments}); one is under way at a time"
+            )
+
+    def _check_way(self) -> None:
+        """Refuse options of the other way to exchange."""
+        if self.over == "allreduce":
+            if self.ranks != 1:
+                raise TrainerConfigError(
+                    f"parallel.diloco.ranks={self.ranks} is for parallel.diloco.over='server', and over='allreduce' "
+                    "divides the ranks that there are into parallel.diloco.learners; give that"
+                )
+            return
+        if self.learners is not None:
+            raise TrainerConfigError(
+                f"parallel.diloco.learners={self.learners} divides the ranks of a launcher, and with "
+                f"parallel.diloco.over='server' learners are started: give --workers {self.learners}"
+            )
+        if self.codec != "fp32":
+            raise TrainerConfigError(
+                f"parallel.diloco.codec={self.codec!r} is for parallel.diloco.over='allreduce'; over servers give "
+                f"server.push={self.codec!r}"
             )
 
     @property

@@ -198,7 +198,10 @@ class ParallelModel:
         """The option, with its value, by which a rank keeps parts of weights; empty where it keeps whole ones."""
         if self.config.zero:
             return f"parallel.zero={self.config.zero}"
-        return "" if self._local_exchange is None else f"parallel.tp={self.config.tp}"
+        for key in ("tp", "ep"):
+            if getattr(self.config, key) > 1:
+                return f"parallel.{key}={getattr(self.config, key)}"
+        return ""
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer | OptimizerFactory) -> torch.optim.Optimizer:
         """The optimizer over the distributed parameters: a factory is called with them, a fresh optimizer gets them.

@@ -231,7 +231,7 @@ class MixtureOfExperts(nn.Module):
         if has_values(chosen):
             counted = None if is_token is None else is_token[..., None].expand_as(chosen).flatten()
             load = _count_experts(chosen.flatten(), self.config.num_experts, counted).double()
-            self._load = load if self._load is None else self._load + load
+            self._load = load if self._load is None else self._load.to(load.device) + load
         if self.config.balance == "loss":
             chose = F.one_hot(chosen, self.config.num_experts).sum(2).float()  # (B, T, experts)
             counts = torch.ones_like(chose[..., :1]) if is_token is None else is_token[..., None].to(chose.dtype)

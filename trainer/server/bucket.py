@@ -1,9 +1,10 @@
-"""A bucket: pieces of tensors and rows of tables with all that is known of them, so that it can move as a whole."""
+"""A bucket apart from its shard, so that it can move; gradients that were pushed, and how several become one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -11,213 +12,211 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from . import placement
 from .messages import PieceKey
-from .optimizers import Optimizer, State
-from .schema import TableSpec
+from .optimizers import State
+from .payloads import Payload
+from .rows import HeldRows
 
+Numbers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 Reduction = Literal["sum", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Decoded gradients of a part: pieces (1, n) by key, rows as ids (n,) and values (n, width) by table."""
+    """Decoded gradients of a push: pieces (1, n) by key, and by table ids (m,), ascending, and values (m, width)."""
 
     worker: str
     step: int
-    base: int
     weight: float
     rate: float | None
     arrived: float
+    buckets: Numbers
+    """The buckets (n,), ascending and distinct, that a part was sent for."""
+    bases: Numbers
+    """The versions (n,) of these that the gradients are of."""
     pieces: Mapping[PieceKey, Tensor]
-    rows: Mapping[str, tuple[NDArray[np.int64], Tensor]]
+    rows: Mapping[str, tuple[Numbers, Numbers, Tensor]]
+    """By table ids, the buckets of each, and values."""
+
+    def only(self, is_wanted: Mask, bucket_of: Mapping[PieceKey, int]) -> Gradients | None:
+        """Return the part of these that is of buckets which a mask over all has; None if there is nothing."""
+        of_buckets = is_wanted[self.buckets]
+        if of_buckets.all():
+            return self
+        if not of_buckets.any():
+            return None
+        rows = {}
+        for table, (ids, numbers, values) in self.rows.items():
+            chosen = is_wanted[numbers]
+            if chosen.any():
+                rows[table] = ids[chosen], numbers[chosen], values[torch.from_numpy(chosen)]
+        return replace(
+            self,
+            buckets=self.buckets[of_buckets],
+            bases=self.bases[of_buckets],
+            pieces={key: tensor for key, tensor in self.pieces.items() if is_wanted[bucket_of[key]]},
+            rows=rows,
+        )
+
+    def own(self) -> Gradients:
+        """Copy what shares the memory of a request, to keep it beyond that."""
+        rows = {table: (ids.copy(), numbers, values.clone()) for table, (ids, numbers, values) in self.rows.items()}
+        return replace(self, pieces={key: tensor.clone() for key, tensor in self.pieces.items()}, rows=rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """Gradients to step along, in these buckets (n,). Other arrays are over all buckets."""
+
+    buckets: Numbers
+    bases: Numbers
+    rates: NDArray[np.float64]
+    """NaN: the optimizer's own."""
+    pieces: Mapping[PieceKey, Tensor]
+    rows: Mapping[str, tuple[Numbers, Numbers, Tensor]]
+
+
+class Piece:
+    """Values (1, n) of a piece of a dense tensor, with the optimizer's state.
+
+    Values that were handed out are frozen: while anybody has them, a step goes to a copy.
+    """
+
+    def __init__(self, values: Tensor, state: State) -> None:
+        self.values, self.state = values, state
+        self._handed: weakref.ref[NDArray[np.uint8]] | None = None
+
+    def hand_out(self) -> Payload:
+        """Share the values as they are now, to read."""
+        shared = None if self._handed is None else self._handed()
+        if shared is None:
+            shared = self.values[0].view(torch.uint8).numpy()
+            shared.flags.writeable = False
+            self._handed = weakref.ref(shared)
+        return Payload(codec="fp32", shape=(self.values.shape[1],), data=shared)
+
+    def take_writable(self) -> Tensor:
+        """Return the values to step, in place where nobody has them."""
+        if self._handed is not None:
+            if self._handed() is not None:
+                self.values = self.values.clone()
+            self._handed = None
+        return self.values
 
 
 @dataclass(kw_only=True)
-class Piece:
-    """Values (1, n) of a piece of a dense tensor, with the optimizer's state."""
-
-    values: Tensor
-    state: State
-
-
-class RowBlock:
-    """The rows of a table that one bucket holds: those that were ever pushed to.
-
-    Memory grows by doubling, so that a new row costs the same however many there are; what is read is the part in use.
-    """
-
-    def __init__(self, ids: NDArray[np.int64], values: Tensor, state: State, versions: NDArray[np.int64]) -> None:
-        self._ids, self._values, self._state, self._versions = ids, values, state, versions
-        self._count = len(ids)
-        self._order = np.argsort(ids, kind="stable")
-        """The places of the rows, by ascending ids."""
-
-    @classmethod
-    def empty(cls, spec: TableSpec, optimizer: Optimizer) -> RowBlock:
-        none = torch.zeros(0, spec.width)
-        return cls(np.zeros(0, np.int64), none, optimizer.new_state(none), np.zeros(0, np.int64))
-
-    @property
-    def ids(self) -> NDArray[np.int64]:
-        """The ids (n,) in the order in which rows came."""
-        return self._ids[: self._count]
-
-    @property
-    def values(self) -> Tensor:
-        """The values (n, width), fp32, to write to in place."""
-        return self._values[: self._count]
-
-    @property
-    def state(self) -> State:
-        """The optimizer's state of each row, to write to in place."""
-        return {slot: tensor[: self._count] for slot, tensor in self._state.items()}
-
-    @property
-    def versions(self) -> NDArray[np.int64]:
-        """The bucket's version (n,) at the last change of each row, to write to in place."""
-        return self._versions[: self._count]
-
-    def places(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Find the rows with these ids; -1 for those that are not there."""
-        if not self._count:
-            return np.full(len(ids), -1, np.int64)
-        near = np.searchsorted(self.ids, ids, sorter=self._order)
-        places = self._order[np.minimum(near, self._count - 1)]
-        return np.where(self._ids[places] == ids, places, -1)
-
-    def add(self, ids: NDArray[np.int64], spec: TableSpec, optimizer: Optimizer) -> None:
-        """Make the rows of ``ids`` that are not there yet."""
-        new = ids[self.places(ids) < 0]
-        if not len(new):
-            return
-        start, stop = self._count, self._count + len(new)
-        if stop > len(self._ids):
-            self._grow(max(stop, 2 * len(self._ids)))
-        first = spec.first_rows(new)
-        self._ids[start:stop], self._versions[start:stop], self._values[start:stop] = new, 0, first
-        for slot, tensor in optimizer.new_state(first).items():
-            self._state[slot][start:stop] = tensor
-        self._count = stop
-        self._order = np.argsort(self.ids, kind="stable")
-
-    def _grow(self, rows: int) -> None:
-        def longer(tensor: Tensor) -> Tensor:
-            grown = tensor.new_zeros(rows, *tensor.shape[1:])
-            grown[: len(tensor)] = tensor
-            return grown
-
-        self._values = longer(self._values)
-        self._state = {slot: longer(tensor) for slot, tensor in self._state.items()}
-        self._ids = np.concatenate([self._ids, np.zeros(rows - len(self._ids), np.int64)])
-        self._versions = np.concatenate([self._versions, np.zeros(rows - len(self._versions), np.int64)])
-
-
 class Bucket:
-    """Values, versions, clocks and the last sequence of each worker. ``changes`` counts all changes of any of them."""
+    """All of a bucket, apart from its shard."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.version = 0
-        self.changes = 0
-        self.sequences: dict[str, tuple[int, int]] = {}
-        """The incarnation of each worker and its last sequence here."""
-        self.clocks: dict[str, int] = {}
-        self.fenced: dict[str, int] = {}
-        """The last incarnation of each worker that was forgotten."""
-        self.settled = 0
-        """All batches before this one count."""
-        self.counted: set[int] = set()
-        """The batches from there on whose gradients count here."""
-        self.pending: list[Gradients] = []
-        """Gradients that were accepted and not applied yet, in the order of their coming."""
-        self.pieces: dict[PieceKey, Piece] = {}
-        self.tables: dict[str, RowBlock] = {}
-
-    def last_sequence(self, worker: str, incarnation: int) -> int:
-        """The sequence of the last part that this incarnation of a worker sent here."""
-        held, sequence = self.sequences.get(worker, (incarnation, 0))
-        return sequence if held == incarnation else 0
-
-    def count_unit(self, unit: int | None, settled: int) -> bool:
-        """Count the gradients of a batch, and return whether they did not count before; without a number they do."""
-        if settled > self.settled:
-            self.settled = settled
-            self.counted = {one for one in self.counted if one >= settled}
-        if unit is None:
-            return True
-        if unit < self.settled or unit in self.counted:
-            return False
-        self.counted.add(unit)
-        return True
-
-    def apply(
-        self, gradients: Gradients, specs: Mapping[str, TableSpec], dense: Optimizer, sparse: Optimizer, scale: float
-    ) -> None:
-        """Take one step along gradients, at the rate times ``scale``, and become a new version."""
-        self.version += 1
-        self.changes += 1
-        for key, gradient in gradients.pieces.items():
-            piece = self.pieces[key]
-            rate = dense.rate if gradients.rate is None else gradients.rate
-            dense.step(piece.values, gradient, piece.state, rate * scale)
-        for table, (ids, gradient) in gradients.rows.items():
-            block = self.tables.setdefault(table, RowBlock.empty(specs[table], sparse))
-            block.add(ids, specs[table], sparse)
-            places = block.places(ids)
-            at = torch.from_numpy(places)
-            values, state = block.values[at], {slot: tensor[at] for slot, tensor in block.state.items()}
-            rate = sparse.rate if gradients.rate is None else gradients.rate
-            sparse.step(values, gradient, state, rate * scale)
-            block.values[at] = values
-            for slot, tensor in state.items():
-                block.state[slot][at] = tensor
-            block.versions[places] = self.version
+    number: int
+    version: int = 0
+    changes: int = 0
+    sequences: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The incarnation of each worker and its last sequence here."""
+    clocks: dict[str, int] = field(default_factory=dict)
+    fenced: dict[str, int] = field(default_factory=dict)
+    """The last incarnation of each worker that was forgotten."""
+    settled: int = 0
+    """All batches before this one count."""
+    counted: set[int] = field(default_factory=set)
+    """The batches from there on whose gradients count here."""
+    pending: list[Gradients] = field(default_factory=list)
+    """Gradients that were accepted and not applied yet, in the order of their coming."""
+    pieces: dict[PieceKey, Piece] = field(default_factory=dict)
+    tables: dict[str, HeldRows] = field(default_factory=dict)
 
 
-def merge(several: Sequence[Gradients], reduction: Reduction, absent: int = 0) -> Gradients:
-    """Add gradients up in the order of workers' names, or take their mean by weights.
+def as_update(gradients: Gradients) -> Update:
+    """Step along the gradients of one push."""
+    bases = np.zeros(placement.BUCKETS, np.int64)
+    bases[gradients.buckets] = gradients.bases
+    rates = np.full(placement.BUCKETS, np.nan if gradients.rate is None else gradients.rate)
+    return Update(buckets=gradients.buckets, bases=bases, rates=rates, pieces=gradients.pieces, rows=gradients.rows)
 
-    In a mean of rows, so many workers count besides, as if they had sent zeros: they have no such row in their batches.
+
+def merge(
+    several: Sequence[Gradients],
+    reduction: Reduction,
+    bucket_of: Mapping[PieceKey, int],
+    took_part: Collection[str] = (),
+) -> Update:
+    """Add gradients up in the order of workers' names, or take their mean by weights, in each bucket for itself.
+
+    In a mean of rows, those who took part and sent nothing for the bucket count besides, as if they had sent zeros:
+    they have no such row in their batches.
 
     Equal weights divide as DDP does, so that the mean over two workers is DDP's to the bit. In a mean, who sent nothing
     for a piece or row counts as zero if it sent anything for the bucket.
     """
     ordered = sorted(several, key=lambda one: (one.worker, one.step))
-    total = sum(one.weight for one in ordered)
-    is_even = len({one.weight for one in ordered}) == 1
-
-    def share(tensor: Tensor, weight: float, others: int = 0) -> Tensor:
-        if reduction == "sum":
-            return tensor
-        if is_even:
-            return tensor / (len(ordered) + others)
-        return tensor * (weight / (total * (1 + others / len(ordered))))
-
+    shares = _Shares(ordered, took_part)
     pieces: dict[PieceKey, Tensor] = {}
-    rows: dict[str, list[tuple[NDArray[np.int64], Tensor]]] = {}
+    rows: dict[str, list[tuple[Numbers, Numbers, Tensor]]] = {}
     for one in ordered:
         for key, tensor in one.pieces.items():
-            part = share(tensor, one.weight)
+            part = tensor if reduction == "sum" else shares.of_piece(tensor, bucket_of[key], one.weight)
             pieces[key] = pieces[key] + part if key in pieces else part
-        for table, (ids, values) in one.rows.items():
-            rows.setdefault(table, []).append((ids, share(values, one.weight, absent)))
-    first = ordered[0]
-    return Gradients(
-        worker=first.worker,
-        step=first.step,
-        base=min(one.base for one in ordered),
-        weight=total,
-        rate=first.rate,
-        arrived=first.arrived,
+        for table, (ids, numbers, values) in one.rows.items():
+            part = values if reduction == "sum" else shares.of_rows(values, numbers, one.weight)
+            rows.setdefault(table, []).append((ids, numbers, part))
+    return Update(
+        buckets=np.flatnonzero(shares.counts),
+        bases=shares.bases,
+        rates=shares.rates,
         pieces=pieces,
         rows={table: _add_rows(parts) for table, parts in rows.items()},
     )
 
 
-def _add_rows(parts: Sequence[tuple[NDArray[np.int64], Tensor]]) -> tuple[NDArray[np.int64], Tensor]:
+class _Shares:
+    """The shares of pushes in the mean of each bucket, the least base and the first rate."""
+
+    def __init__(self, ordered: Sequence[Gradients], took_part: Collection[str]) -> None:
+        size = placement.BUCKETS
+        self.counts = np.zeros(size, np.int64)
+        self.totals, least, most = np.zeros(size), np.full(size, np.inf), np.zeros(size)
+        self.rates = np.full(size, np.nan)
+        self.bases = np.full(size, np.iinfo(np.int64).max)
+        absent = np.full(size, len(took_part), np.int64)
+        seen: dict[str, Mask] = {}
+        for one in ordered:
+            at = one.buckets
+            self.counts[at] += 1
+            self.totals[at] += one.weight
+            least[at], most[at] = np.minimum(least[at], one.weight), np.maximum(most[at], one.weight)
+            self.bases[at] = np.minimum(self.bases[at], one.bases)
+            if one.worker in took_part:
+                is_seen = seen.setdefault(one.worker, np.zeros(size, bool))
+                absent[at] -= ~is_seen[at]
+                is_seen[at] = True
+        for one in reversed(ordered):
+            self.rates[one.buckets] = np.nan if one.rate is None else one.rate
+        self.is_even = least == most
+        self.absent = absent
+
+    def of_piece(self, tensor: Tensor, number: int, weight: float) -> Tensor:
+        if self.is_even[number]:
+            return tensor / int(self.counts[number])
+        return tensor * (weight / float(self.totals[number]))
+
+    def of_rows(self, values: Tensor, numbers: Numbers, weight: float) -> Tensor:
+        """Take the share of rows (m, width), each by its bucket (m,)."""
+        counts, is_even = self.counts[numbers], self.is_even[numbers]
+        absent = self.absent[numbers]
+        shares = values / torch.from_numpy((counts + absent).astype(np.float32))[:, None]
+        if not is_even.all():
+            factors = weight / (self.totals[numbers] * (1 + absent / counts))
+            others = values * torch.from_numpy(factors.astype(np.float32))[:, None]
+            shares = torch.where(torch.from_numpy(is_even)[:, None], shares, others)
+        return shares
+
+
+def _add_rows(parts: Sequence[tuple[Numbers, Numbers, Tensor]]) -> tuple[Numbers, Numbers, Tensor]:
     """Add rows of equal ids, one part after another."""
-    ids = np.unique(np.concatenate([part for part, _ in parts]))
-    values = torch.zeros(len(ids), parts[0][1].shape[1])
-    for part, gradient in parts:
+    ids, first = np.unique(np.concatenate([part for part, _, _ in parts]), return_index=True)
+    values = torch.zeros(len(ids), parts[0][2].shape[1])
+    for part, _, gradient in parts:
         values[torch.from_numpy(np.searchsorted(ids, part))] += gradient
-    return ids, values
+    return ids, np.concatenate([numbers for _, numbers, _ in parts])[first], values

@@ -1,14 +1,14 @@
 """A worker's side: it cuts gradients into parts, sends each until it counts, and keeps them until none can be lost.
 
 The client knows no network. ``call(shard, request)`` returns the reply of a shard, or raises ShardUnreachableError if
-none came, whether or not the request was applied.
+none came, whether or not the request was applied. ``start(shard, request)``, if there is one, sends a request and
+returns what waits for the reply, so that several are under way at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor
 from ..errors import NotHeldError, NotJoinedError, ServerError, ServerRefusedError, ShardUnreachableError
 from . import placement as placement_module
 from .messages import (
-    Ack,
     Advance,
     Advanced,
+    Ask,
     Create,
     Header,
     Join,
     Joined,
-    Part,
+    Outcome,
     PieceKey,
     Pull,
     Pulled,
@@ -34,13 +34,15 @@ from .messages import (
     Reply,
     Request,
 )
-from .payloads import CodecConfig, ErrorFeedback, Payload, decode, encode, is_finite
-from .placement import Placement, bucket_of_piece, buckets_of_rows
+from .payloads import CodecConfig, ErrorFeedback, Payload, decode, encode, is_finite, select_rows
+from .placement import Placement, buckets_of_rows
 from .schema import Schema
 
 Call = Callable[[str, Request], Reply]
-_PushKey = tuple[str, int, float, float | None, int | None]
-"""The shard, step, weight, rate and batch of a push."""
+Start = Callable[[str, Request], Callable[[], Reply]]
+Numbers = NDArray[np.int64]
+Rows = Mapping[str, tuple[Numbers, Tensor]]
+"""By table ids (n,) and rows (n, width)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,23 +58,45 @@ class ClientConfig:
 
 @dataclass(kw_only=True)
 class _Sent:
-    """A part that was made, with the push it is of; it counts once it is acknowledged."""
+    """A push that was made, in parts: one for each bucket (n,), with its sequence (n,) and base (n,)."""
 
-    part: Part
+    buckets: Numbers
+    sequences: Numbers
+    bases: Numbers
+    pieces: dict[PieceKey, Payload]
+    rows: dict[str, tuple[Numbers, Numbers, Payload]]
+    """By table ids (m,), ascending, the bucket of each, and gradients (m, width)."""
     step: int
     weight: float
     rate: float | None
-    unit: int | None = None
-    is_acknowledged: bool = False
-    is_shared: bool = True
+    unit: int | None
+    is_shared: bool
     """Its memory is the caller's, who may write to it once the push has returned."""
+
+
+@dataclass(kw_only=True)
+class _Lookup:
+    """Rows of distinct ids (n,), ascending, as far as they are read: values (n, width) and their versions (n,)."""
+
+    ids: Numbers
+    numbers: Numbers
+    versions: Numbers
+    """-1: not known."""
+    values: Tensor
+    left: NDArray[np.bool_]
+    """The rows that are to be asked for."""
+
+
+MESSAGE_BYTES = 4 << 20
+"""Bytes of values from which a request is sent as several: one is worked on while the next is on its way."""
 
 
 class ServerClient:
     """One incarnation of a worker. ``wait(seconds)`` is called before each retry, and may raise to end it.
 
-    All mutable state: the clock, the number of parts sent to each bucket, parts that could still be lost, what rounding
-    owes, and the tensors as last pulled with their buckets' versions. Not for several threads.
+    All mutable state: the clock, the number of parts sent to each bucket, of which each shard has some and some cannot
+    be lost, pushes that could, what rounding owes, the tensors as last pulled with their buckets' versions, and rows
+    that were read ahead. Not for several threads.
     """
 
     def __init__(
@@ -83,6 +107,7 @@ class ServerClient:
         call: Call,
         placement: Callable[[], Placement],
         wait: Callable[[float], None],
+        start: Start | None = None,
         config: ClientConfig | None = None,
     ) -> None:
         self.clock = 0
@@ -98,28 +123,31 @@ class ServerClient:
         """Each tensor as last pulled, flat."""
         self._header, self._schema, self._config = header, schema, config or ClientConfig()
         self.feedback = ErrorFeedback(self._config.push)
-        self._call_once, self._ask_placement, self._wait = call, placement, wait
+        self._call_once, self._start, self._ask_placement, self._wait = call, start, placement, wait
         self._placement = placement()
         self._joined_at = 0
         self._buckets = schema.buckets()
-        self._counts = np.zeros(placement_module.BUCKETS, np.int64)
-        self._log: dict[int, list[_Sent]] = {}
-        self._new: list[_Sent] = []
-        self._versions: dict[int, int] = {}
-        self._pieces: dict[int, list[PieceKey]] = {}
-        for spec in schema.tensors:
-            for index in range(spec.pieces):
-                self._pieces.setdefault(bucket_of_piece(spec.name, index), []).append((spec.name, index))
+        self._bucket_of = schema.places()
+        self._counts, self._taken, self._durable = (np.zeros(placement_module.BUCKETS, np.int64) for _ in range(3))
+        self._log: list[_Sent] = []
+        """Pushes with parts that could still be lost, in order."""
+        self._versions = np.full(placement_module.BUCKETS, -1, np.int64)
+        self._dense = np.unique(np.array([*self._bucket_of.values()], np.int64))
+        self._sizes = np.zeros(placement_module.BUCKETS, np.int64)
+        """The bytes of the pieces in each bucket."""
+        for (name, index), number in self._bucket_of.items():
+            self._sizes[number] += 4 * schema.tensor(name).piece_size(index)
+        self._ahead: dict[str, _Lookup] = {}
 
     @property
     def kept(self) -> int:
         """The number of parts that are kept because they could still be lost."""
-        return sum(map(len, self._log.values()))
+        return sum(int((one.sequences > self._durable[one.buckets]).sum()) for one in self._log)
 
     @property
     def kept_units(self) -> set[int]:
         """The batches whose gradients could still be lost."""
-        return {one.unit for sent in self._log.values() for one in sent if one.unit is not None}
+        return {one.unit for one in self._log if one.unit is not None}
 
     def join(self, clock: int = 0) -> None:
         """Join all shards, at a clock that none of them is behind of: others' steps before it are not waited for."""
@@ -137,7 +165,7 @@ class ServerClient:
         todo: dict[int, dict[PieceKey, Payload]] = {}
         for name, tensor in tensors.items():
             for key, flat in self._cut(name, tensor):
-                todo.setdefault(bucket_of_piece(*key), {})[key] = encode(flat, CodecConfig())
+                todo.setdefault(self._bucket_of[key], {})[key] = encode(flat, CodecConfig())
         for number, pieces in todo.items():
             request = Create(header=self._header, pieces=pieces)
             while True:
@@ -151,17 +179,22 @@ class ServerClient:
     def push(
         self,
         tensors: Mapping[str, Tensor],
-        rows: Mapping[str, tuple[NDArray[np.int64], Tensor]] | None = None,
+        rows: Rows | None = None,
         *,
         weight: float = 1.0,
         rate: float | None = None,
+        only: Collection[int] | None = None,
+        is_given: bool = False,
     ) -> None:
         """Push gradients of this step; returns when all count. Ids (n,) may repeat: their rows (n, width) are added.
+
+        Of tensors the pieces in the buckets ``only`` are pushed; without it all. With ``is_given`` nobody writes to
+        the tensors any more, so that what must be kept of them needs no copy.
 
         Raises:
             ServerRefusedError: a value is not finite, or a shape is not the server's; nothing counts.
         """
-        self._prepare(tensors, rows or {}, weight, rate)
+        self._prepare(tensors, rows or {}, weight, rate, only, is_shared=not is_given)
         try:
             self.flush()
         finally:
@@ -170,91 +203,145 @@ class ServerClient:
     def begin_push(
         self,
         tensors: Mapping[str, Tensor],
-        rows: Mapping[str, tuple[NDArray[np.int64], Tensor]] | None = None,
+        rows: Rows | None = None,
         *,
         weight: float = 1.0,
         rate: float | None = None,
     ) -> None:
         """Keep a copy of gradients for the next ``flush``."""
-        self._prepare(tensors, rows or {}, weight, rate)
+        self._prepare(tensors, rows or {}, weight, rate, is_shared=True)
         self._own_kept()
 
     def _prepare(
         self,
         tensors: Mapping[str, Tensor],
-        rows: Mapping[str, tuple[NDArray[np.int64], Tensor]],
+        rows: Rows,
         weight: float,
         rate: float | None,
+        only: Collection[int] | None = None,
+        *,
+        is_shared: bool,
     ) -> None:
         """Cut gradients into parts, which share the memory of fp32 ones until ``_own_kept``."""
         self._check_finite(tensors, rows)
-        pieces: dict[int, dict[PieceKey, Payload]] = {}
+        pieces: dict[PieceKey, Payload] = {}
         for name, tensor in tensors.items():
             for key, flat in self._cut(name, tensor):
-                payload = self.feedback.encode(f"{key[1]} {name}", flat)
-                pieces.setdefault(bucket_of_piece(*key), {})[key] = payload
-        by_bucket: dict[int, dict[str, tuple[NDArray[np.int64], Payload]]] = {}
+                if only is None or self._bucket_of[key] in only:
+                    pieces[key] = self.feedback.encode(f"{key[1]} {name}", flat)
+        codec = self._config.push if self._config.push.codec in ("fp32", "bf16") else CodecConfig()
+        summed: dict[str, tuple[Numbers, Numbers, Payload]] = {}
         for table, (ids, gradients) in rows.items():
             distinct, places = np.unique(ids, return_inverse=True)
             total = torch.zeros(len(distinct), gradients.shape[1]).index_add_(0, torch.from_numpy(places), gradients)
-            numbers = buckets_of_rows(table, distinct)
-            codec = self._config.push if self._config.push.codec in ("fp32", "bf16") else CodecConfig()
-            order = np.argsort(numbers, kind="stable")
-            numbers, distinct, total = numbers[order], distinct[order], total[torch.from_numpy(order)]
-            edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-            for start, stop in pairwise(edges if len(numbers) else ()):
-                payload = encode(total[start:stop], codec)
-                by_bucket.setdefault(int(numbers[start]), {})[table] = distinct[start:stop], payload
-        for number in sorted({*pieces, *by_bucket}):
-            self._counts[number] += 1
-            part = Part(
-                bucket=number,
-                sequence=int(self._counts[number]),
-                base=max(0, self._versions.get(number, 0)),
-                pieces=pieces.get(number, {}),
-                rows=by_bucket.get(number, {}),
-            )
-            sent = _Sent(part=part, step=self.clock, weight=weight, rate=rate, unit=self.unit)
-            self._log.setdefault(number, []).append(sent)
-            self._new.append(sent)
+            summed[table] = distinct, buckets_of_rows(table, distinct), encode(total, codec)
+        touched = np.zeros(placement_module.BUCKETS, bool)
+        touched[[self._bucket_of[key] for key in pieces]] = True
+        for _, numbers, _ in summed.values():
+            touched[numbers] = True
+        buckets = np.flatnonzero(touched)
+        self._counts[buckets] += 1
+        sent = _Sent(
+            buckets=buckets,
+            sequences=self._counts[buckets],
+            bases=np.maximum(self._versions[buckets], 0),
+            pieces=pieces,
+            rows=summed,
+            step=self.clock,
+            weight=weight,
+            rate=rate,
+            unit=self.unit,
+            is_shared=is_shared,
+        )
+        self._log.append(sent)
 
     def _own_kept(self) -> None:
-        """Copy what is kept of memory that the caller may write to; a part that cannot be lost by now needs no copy."""
-        for one in self._new:
+        """Copy what is kept of memory that the caller may write to; a push that cannot be lost by now is not kept."""
+        for one in self._log:
             if one.is_shared:
-                pieces = {key: _own(payload) for key, payload in one.part.pieces.items()}
-                one.part, one.is_shared = replace(one.part, pieces=pieces), False
-        self._new = []
+                one.pieces = {key: _own(payload) for key, payload in one.pieces.items()}
+                one.is_shared = False
 
     def flush(self) -> None:
         """Send what does not count yet, until all does."""
-        while todo := self._unacknowledged():
-            for (shard, step, weight, rate, unit), parts in todo.items():
-                push = Push(
-                    header=self._header,
-                    step=step,
-                    parts=tuple(parts),
-                    weight=weight,
-                    rate=rate,
-                    unit=unit,
-                    settled=self.settled,
-                )
-                reply = self._call(shard, push)
-                assert isinstance(reply, Pushed)
-                bases = {part.bucket: part.base for part in parts}
-                for number, ack in reply.acks.items():
-                    if ack.outcome == "applied":
-                        self.staleness = max(self.staleness, ack.version - 1 - bases[number])
-                    self._note(number, ack)
-                if any(ack.outcome == "moved" for ack in reply.acks.values()):
-                    self._find_moved()
+        while any(len(self._find_untaken(one)) for one in self._log):
+            for one in list(self._log):
+                if not self._send(one):
                     break
 
+    def _find_untaken(self, sent: _Sent) -> Numbers:
+        """The buckets of a push whose shards have not said that they have its part."""
+        return sent.buckets[sent.sequences > self._taken[sent.buckets]]
+
+    def _send(self, sent: _Sent) -> bool:
+        """Send what shards lack of a push; False if they do not hold its buckets, or lack what was before."""
+        untaken = self._placement.split(self._find_untaken(sent))
+        requests = [
+            (shard, self._cut_push(sent, part))
+            for shard, numbers in untaken.items()
+            for part in self._split(numbers, [*sent.pieces])
+        ]
+        outcomes = set[int]()
+        for (_, request), reply in zip(requests, self._call_all(requests), strict=True):
+            assert isinstance(reply, Pushed)
+            is_applied = reply.outcomes == Outcome.APPLIED
+            if is_applied.any():
+                behind = reply.versions[is_applied] - 1 - request.bases[is_applied]
+                self.staleness = max(self.staleness, int(behind.max()))
+            self._note(reply)
+            outcomes.update(reply.outcomes.tolist())
+        if Outcome.MOVED in outcomes:
+            self._find_moved()
+        return not outcomes & {Outcome.MOVED, Outcome.GAP}
+
+    def _split(self, numbers: Numbers, keys: Sequence[PieceKey]) -> list[Numbers]:
+        """Divide buckets (n,), so that the pieces ``keys`` of each part are not much more than ``MESSAGE_BYTES``."""
+        sizes = np.zeros(placement_module.BUCKETS, np.int64)
+        touched = [self._bucket_of[key] for key in keys]
+        sizes[touched] = self._sizes[touched]
+        before = np.cumsum(sizes[numbers]) - sizes[numbers]
+        return np.split(numbers, np.flatnonzero(np.diff(before // MESSAGE_BYTES)) + 1)
+
+    def _cut_push(self, sent: _Sent, numbers: Numbers) -> Push:
+        """The parts of a push for these buckets."""
+        is_wanted = np.zeros(placement_module.BUCKETS, bool)
+        is_wanted[numbers] = True
+        parts = is_wanted[sent.buckets]
+        rows = {}
+        for table, (ids, of_rows, payload) in sent.rows.items():
+            chosen = is_wanted[of_rows]
+            if chosen.all():
+                rows[table] = ids, payload
+            elif chosen.any():
+                rows[table] = ids[chosen], select_rows(payload, chosen)
+        return Push(
+            header=self._header,
+            step=sent.step,
+            buckets=sent.buckets[parts],
+            sequences=sent.sequences[parts],
+            bases=sent.bases[parts],
+            pieces={key: payload for key, payload in sent.pieces.items() if is_wanted[self._bucket_of[key]]},
+            rows=rows,
+            weight=sent.weight,
+            rate=sent.rate,
+            unit=sent.unit,
+            settled=self.settled,
+        )
+
     def ask_durable(self) -> None:
-        """Send again what could still be lost, to learn what no longer can."""
-        for sent in self._log.values():
-            for one in sent:
-                one.is_acknowledged = False
+        """Ask what can no longer be lost of what is kept, and send again what shards lack of it."""
+        touched = np.zeros(placement_module.BUCKETS, bool)
+        for one in self._log:
+            touched[one.buckets[one.sequences > self._durable[one.buckets]]] = True
+        asked = self._placement.split(np.flatnonzero(touched))
+        requests = [(shard, Ask(header=self._header, buckets=numbers)) for shard, numbers in asked.items()]
+        is_moved = False
+        for reply in self._call_all(requests):
+            assert isinstance(reply, Pushed)
+            self._note(reply)
+            is_moved |= bool((reply.outcomes == Outcome.MOVED).any())
+        if is_moved:
+            self._find_moved()
         self.flush()
 
     def advance(self) -> None:
@@ -262,47 +349,104 @@ class ServerClient:
         self.clock += 1
         self.send_clock()
 
-    def pull(self) -> dict[str, Tensor]:
-        """Bring ``tensors`` up to date, once the policy lets this worker read; returns them in their shapes."""
-        todo = set(self._pieces)
-        while todo:
-            shard = self._placement.shard_of(min(todo))
-            numbers = [number for number in todo if self._placement.shard_of(number) == shard]
-            known = {number: self._versions.get(number, -1) for number in numbers}
-            reply = self._pull(
-                shard,
-                Pull(header=self._header, clock=self.clock + self.reads_ahead, buckets=known, codec=self._config.pull),
-            )
-            if reply is None:
-                continue
-            for (name, index), payload in reply.pieces.items():
-                start = index * self._schema.tensor(name).piece
-                self.tensors[name][start : start + payload.shape[0]] = decode(payload, checks_values=False)
-            self._versions.update(reply.versions)
-            todo.difference_update(numbers)
+    def pull(self, only: Collection[int] | None = None) -> dict[str, Tensor]:
+        """Bring ``tensors`` up to date, once the policy lets this worker read; returns them in their shapes.
+
+        Pieces in the buckets ``only`` are; without it all.
+        """
+        self._read(self._dense if only is None else np.array(sorted(only), np.int64), {})
         return {spec.name: self.tensors[spec.name].view(spec.shape) for spec in self._schema.tensors}
 
-    def pull_rows(self, table: str, ids: NDArray[np.int64]) -> Tensor:
+    def pull_rows(self, table: str, ids: Numbers) -> Tensor:
         """Read rows (n, width) by ids (n,), which may repeat."""
-        distinct, places = np.unique(ids, return_inverse=True)
-        values = torch.empty(len(distinct), self._schema.table(table).width)
-        numbers = buckets_of_rows(table, distinct)
-        left = np.ones(len(distinct), bool)
-        while left.any():
-            shard = self._placement.shard_of(int(numbers[left][0]))
-            at = np.flatnonzero(left & self._placement.holds(shard, numbers))
-            known = np.full(len(at), -1, np.int64)
-            request = Pull(
-                header=self._header,
-                clock=self.clock + self.reads_ahead,
-                rows={table: (distinct[at], known)},
-                codec=self._config.pull,
-            )
-            reply = self._pull(shard, request)
-            if reply is not None:
-                values[torch.from_numpy(at)] = decode(reply.rows[table][2], checks_values=False)
-                left[at] = False
-        return values[torch.from_numpy(places)]
+        found = self._start_lookup(table, ids)
+        self._read(np.zeros(0, np.int64), {table: found})
+        return found.values[torch.from_numpy(np.searchsorted(found.ids, ids))]
+
+    def pull_ahead(self, lookups: Mapping[str, Numbers]) -> None:
+        """Read rows, by table ids that may repeat, that the next ``pull_with_rows`` asks for."""
+        self._ahead = {table: self._start_lookup(table, ids) for table, ids in lookups.items()}
+        self._read(np.zeros(0, np.int64), self._ahead)
+
+    def pull_with_rows(self, lookups: Mapping[str, Numbers]) -> dict[str, tuple[Numbers, Tensor]]:
+        """Bring ``tensors`` up to date, and read rows, once the policy lets this worker read.
+
+        Shards send those rows that are of another version than when they were read ahead, or were not. Returns by table
+        the distinct ids (n,), ascending, and rows (n, width).
+        """
+        ahead, self._ahead = self._ahead, {}
+        todo = {table: self._start_lookup(table, ids) for table, ids in lookups.items()}
+        for table, lookup in todo.items():
+            if table in ahead:
+                _reuse(ahead[table], lookup)
+        self._read(self._dense, todo)
+        return {table: (lookup.ids, lookup.values) for table, lookup in todo.items()}
+
+    def _start_lookup(self, table: str, ids: Numbers) -> _Lookup:
+        distinct = np.unique(ids)
+        return _Lookup(
+            ids=distinct,
+            numbers=buckets_of_rows(table, distinct),
+            versions=np.full(len(distinct), -1, np.int64),
+            values=torch.empty(len(distinct), self._schema.table(table).width),
+            left=np.ones(len(distinct), bool),
+        )
+
+    def _read(self, dense: Numbers, lookups: Mapping[str, _Lookup]) -> None:
+        """Bring the tensors of buckets (n,), and rows, up to date."""
+        requests = self._make_pulls(dense, lookups)
+        while requests:
+            slow, is_moved, again = set[str](), False, []
+            for (shard, request), reply in zip(requests, self._call_all(requests), strict=True):
+                assert isinstance(reply, Pulled)
+                is_moved |= bool(reply.moved)
+                if reply.waiting_for:
+                    slow.update(reply.waiting_for)
+                    again.append((shard, request))
+                elif not reply.moved:
+                    self._take(request, reply, lookups)
+                    dense = np.setdiff1d(dense, np.array([*request.buckets], np.int64))
+            if slow:
+                self._wait(self._config.pause)
+            if self._header.worker in slow:  # a shard came back from an older state
+                self.send_clock()
+            if is_moved:
+                self._find_moved()
+            requests = self._make_pulls(dense, lookups) if is_moved else again
+
+    def _make_pulls(self, dense: Numbers, lookups: Mapping[str, _Lookup]) -> list[tuple[str, Pull]]:
+        """Ask each shard for what is left of tensors in buckets (n,), and of rows."""
+        requests = []
+        left = [one.numbers[one.left] for one in lookups.values()]
+        for shard, numbers in self._placement.split(np.unique(np.concatenate([dense, *left]))).items():
+            rows = {}
+            for table, one in lookups.items():
+                at = np.flatnonzero(one.left & self._placement.holds(shard, one.numbers))
+                if len(at):
+                    rows[table] = one.ids[at], one.versions[at]
+            for part in self._split(np.intersect1d(numbers, dense), [*self._bucket_of]):
+                known = dict(zip(part.tolist(), self._versions[part].tolist(), strict=True))
+                clock = self.clock + self.reads_ahead
+                requests.append(
+                    (shard, Pull(header=self._header, clock=clock, buckets=known, rows=rows, codec=self._config.pull))
+                )
+                rows = {}
+        return requests
+
+    def _take(self, request: Pull, reply: Pulled, lookups: Mapping[str, _Lookup]) -> None:
+        """Take what a shard sent."""
+        for (name, index), payload in reply.pieces.items():
+            start = index * self._schema.tensor(name).piece
+            self.tensors[name][start : start + payload.shape[0]] = decode(payload, checks_values=False)
+        for number, version in reply.versions.items():
+            self._versions[number] = version
+        for table, (ids, versions, payload) in reply.rows.items():
+            lookup = lookups[table]
+            at = np.searchsorted(lookup.ids, ids)
+            lookup.versions[at] = versions
+            lookup.values[torch.from_numpy(at)] = decode(payload, checks_values=False)
+        for table, (asked, _) in request.rows.items():
+            lookups[table].left[np.searchsorted(lookups[table].ids, asked)] = False
 
     def _cut(self, name: str, tensor: Tensor) -> list[tuple[PieceKey, Tensor]]:
         spec = self._schema.tensor(name)
@@ -313,9 +457,7 @@ class ServerClient:
         flat = tensor.detach().reshape(-1).float()
         return [((name, index), part) for index, part in enumerate(torch.split(flat, spec.piece) if spec.size else ())]
 
-    def _check_finite(
-        self, tensors: Mapping[str, Tensor], rows: Mapping[str, tuple[NDArray[np.int64], Tensor]]
-    ) -> None:
+    def _check_finite(self, tensors: Mapping[str, Tensor], rows: Rows) -> None:
         for name, tensor in (*tensors.items(), *((table, gradients) for table, (_, gradients) in rows.items())):
             if not is_finite(tensor):
                 raise ServerRefusedError(
@@ -332,70 +474,68 @@ class ServerClient:
                     f"{tuple(gradients.shape)} and {ids.dtype}; nothing was sent"
                 )
 
-    def _unacknowledged(self) -> dict[_PushKey, list[Part]]:
-        """The parts to send, by shard and push, those of earlier steps first."""
-        todo: dict[_PushKey, list[Part]] = {}
-        for number, sent in self._log.items():
-            for one in sent:
-                if not one.is_acknowledged:
-                    key = self._placement.shard_of(number), one.step, one.weight, one.rate, one.unit
-                    todo.setdefault(key, []).append(one.part)
-        return dict(sorted(todo.items(), key=lambda item: item[0][:2]))
+    def _note(self, reply: Pushed) -> None:
+        """Note which parts of buckets count, and let go of pushes that cannot be lost."""
+        is_held = reply.outcomes != Outcome.MOVED
+        numbers = reply.buckets[is_held]
+        self._set_back(numbers, reply.sequences[is_held])
+        self._durable[numbers] = np.maximum(self._durable[numbers], reply.durables[is_held])
+        self._log = [one for one in self._log if (one.sequences > self._durable[one.buckets]).any()]
 
-    def _note(self, number: int, ack: Ack) -> None:
-        """Note which parts of a bucket count, and let go of those that cannot be lost."""
-        if ack.outcome == "moved":
-            return
-        self._set_back(number, ack.sequence)
-        for one in self._log[number]:
-            one.is_shared &= one.part.sequence > ack.durable
-        self._log[number] = [one for one in self._log[number] if one.part.sequence > ack.durable]
-
-    def _set_back(self, number: int, last: int) -> None:
-        """Take a shard's word that ``last`` is the last part that it has of a bucket."""
-        sent = self._log.get(number, [])
-        first = sent[0].part.sequence if sent else int(self._counts[number]) + 1
-        if last + 1 < first:
+    def _set_back(self, numbers: Numbers, last: Numbers) -> None:
+        """Take a shard's word for the last part (n,) that it has of each of these buckets (n,)."""
+        durable = self._durable[numbers]
+        is_lost = last < durable
+        if is_lost.any():
+            at = int(np.flatnonzero(is_lost)[0])
             raise ServerError(
-                f"worker {self._header.worker!r}: bucket {number} was restored to push {last} of this worker, which "
-                f"keeps those from {first} on; restore the servers from their newest checkpoint"
+                f"worker {self._header.worker!r}: bucket {numbers[at]} was restored to push {last[at]} of this worker, "
+                f"which keeps those from {durable[at] + 1} on; restore the servers from their newest checkpoint"
             )
-        for one in sent:
-            one.is_acknowledged = one.part.sequence <= last
+        self._taken[numbers] = last
 
     def send_clock(self) -> None:
         """Tell all shards the clock, and send again what they lack; needed where a shard came back from the past."""
         left = self._buckets
         while len(left):
             self.flush()
-            for shard, numbers in self._placement.split(left).items():
-                request = Advance(header=self._header, clock=self.clock, buckets=numbers, counts=self._counts[numbers])
-                reply = self._call(shard, request)
+            requests = [
+                (shard, Advance(header=self._header, clock=self.clock, buckets=numbers, counts=self._counts[numbers]))
+                for shard, numbers in self._placement.split(left).items()
+            ]
+            again: list[int] = []
+            is_moved = False
+            for reply in self._call_all(requests):
                 assert isinstance(reply, Advanced)
-                for number, last in reply.behind.items():
-                    self._set_back(number, last)
-                again = np.array([*reply.behind, *reply.moved], np.int64)
-                left = np.setdiff1d(left, np.setdiff1d(numbers, again))
-                if reply.moved:
-                    self._find_moved()
-
-    def _pull(self, shard: str, request: Pull) -> Pulled | None:
-        """Pull from one shard; None if the worker has to ask again, elsewhere or later."""
-        reply = self._call(shard, request)
-        assert isinstance(reply, Pulled)
-        if reply.moved:
-            self._find_moved()
-            return None
-        if reply.waiting_for:
-            self._wait(self._config.pause)
-            if self._header.worker in reply.waiting_for:  # the shard came back from an older state
-                self.send_clock()
-            return None
-        return reply
+                self._set_back(np.array([*reply.behind], np.int64), np.array([*reply.behind.values()], np.int64))
+                again += [*reply.behind, *reply.moved]
+                is_moved |= bool(reply.moved)
+            left = np.array(sorted(again), np.int64)
+            if is_moved:
+                self._find_moved()
 
     def _find_moved(self) -> None:
         self._wait(self._config.pause)
         self._placement = self._ask_placement()
+
+    def _call_all(self, requests: Sequence[tuple[str, Request]]) -> Iterator[Reply]:
+        """Send requests, all at once where that can be done, and give the reply to each."""
+        if self._start is None or len(requests) == 1:
+            for shard, request in requests:
+                yield self._call(shard, request)
+            return
+        started: list[Callable[[], Reply] | None] = []
+        for shard, request in requests:
+            try:
+                started.append(self._start(shard, request))
+            except (NotJoinedError, ShardUnreachableError):
+                started.append(None)
+        for (shard, request), take in zip(requests, started, strict=True):
+            try:
+                reply = self._call(shard, request) if take is None else take()
+            except (NotJoinedError, ShardUnreachableError):
+                reply = self._call(shard, request)
+            yield reply
 
     def _call(self, shard: str, request: Request) -> Reply:
         for attempt in range(1, self._config.attempts + 1):
@@ -417,8 +557,10 @@ class ServerClient:
 
 def _gone(request: Request) -> Reply:
     """Answer for a shard that the placement no longer names: its buckets have moved."""
-    if isinstance(request, Push):
-        return Pushed(acks={part.bucket: Ack(outcome="moved") for part in request.parts})
+    if isinstance(request, Push | Ask):
+        none = np.zeros(len(request.buckets), np.int64)
+        outcomes = np.full(len(request.buckets), Outcome.MOVED, np.int8)
+        return Pushed(buckets=request.buckets, outcomes=outcomes, sequences=none, durables=none, versions=none)
     if isinstance(request, Advance):
         return Advanced(behind={}, moved=tuple(request.buckets.tolist()))
     if isinstance(request, Pull):
@@ -427,6 +569,17 @@ def _gone(request: Request) -> Reply:
     if isinstance(request, Join):
         return Joined(clock=request.clock)
     raise NotHeldError("the shard of these pieces is gone")
+
+
+def _reuse(known: _Lookup, wanted: _Lookup) -> None:
+    """Take over the rows that were read."""
+    if not len(known.ids):
+        return
+    places = np.searchsorted(known.ids, wanted.ids)
+    places[places == len(known.ids)] = 0
+    at = np.flatnonzero(known.ids[places] == wanted.ids)
+    wanted.versions[at] = known.versions[places[at]]
+    wanted.values[torch.from_numpy(at)] = known.values[torch.from_numpy(places[at])]
 
 
 def _own(payload: Payload) -> Payload:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .payloads import CodecConfig, Payload
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 PieceKey = tuple[str, int]
 """A dense tensor's name and the index of its piece."""
@@ -64,29 +65,25 @@ class Create:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """The gradients of one bucket in a push; they are applied together or not at all.
-
-    Sequences count the parts that this worker's incarnation sent to this bucket, from 1 and without gaps.
-    """
-
-    bucket: int
-    sequence: int
-    base: int
-    """The bucket's version that the gradients are of."""
-    pieces: Mapping[PieceKey, Payload] = field(default_factory=dict)
-    rows: Mapping[str, tuple[NDArray[np.int64], Payload]] = field(default_factory=dict)
-    """By table: ids (n,), ascending and distinct, and gradients (n, width)."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Push:
-    """Gradients of a worker's step. A shard applies all parts that are new to it, or refuses the push."""
+    """Gradients of a worker's step, in parts: one for each bucket that they touch.
+
+    A shard applies all parts that are new to it, each whole, or refuses the push. What a message has of a part: its
+    place in ``buckets``, and the pieces and rows that lie in that bucket.
+    """
 
     header: Header
     step: int
     """The worker's clock while it computed these."""
-    parts: tuple[Part, ...]
+    buckets: NDArray[np.int64]
+    """Buckets (n,), ascending and distinct."""
+    sequences: NDArray[np.int64]
+    """The parts (n,) that this worker's incarnation sent to each bucket, with this one: from 1 and without gaps."""
+    bases: NDArray[np.int64]
+    """The versions (n,) of the buckets that the gradients are of."""
+    pieces: Mapping[PieceKey, Payload] = field(default_factory=dict)
+    rows: Mapping[str, tuple[NDArray[np.int64], Payload]] = field(default_factory=dict)
+    """By table: ids (m,) of all buckets, ascending and distinct, and gradients (m, width)."""
     weight: float = 1.0
     """Samples or tokens, for means."""
     rate: float | None = None
@@ -96,23 +93,34 @@ class Push:
     """All batches before this one count already."""
 
 
-Outcome = Literal["applied", "duplicate", "gap", "moved"]
+class Outcome(IntEnum):
+    """The outcome of a part: after a gap, what follows the shard's last one must be sent."""
+
+    APPLIED = 0
+    DUPLICATE = 1
+    GAP = 2
+    MOVED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ack:
-    """The outcome of a part: after a gap, ``sequence`` is the last that the shard has; what follows must be sent."""
+class Ask:
+    """Ask what a shard has of the parts that a worker sent to these buckets (n,), without sending them again."""
 
-    outcome: Outcome
-    sequence: int = 0
-    durable: int = 0
-    """The last sequence that no loss of one shard can undo: a worker need not keep parts up to it."""
-    version: int = 0
+    header: Header
+    buckets: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    acks: Mapping[int, Ack]
+    """The outcomes of a push by bucket; to ``Ask`` they are DUPLICATE or MOVED."""
+
+    buckets: NDArray[np.int64]
+    outcomes: NDArray[np.int8]
+    sequences: NDArray[np.int64]
+    """The last sequence (n,) of the worker that the shard has."""
+    durables: NDArray[np.int64]
+    """The last sequence (n,) that no loss of one shard can undo: a worker need not keep parts up to it."""
+    versions: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,25 +170,36 @@ class Pulled:
     moved: tuple[int, ...] = ()
 
 
-Request = Join | Leave | Create | Push | Advance | Pull
+Request = Join | Leave | Create | Push | Ask | Advance | Pull
 Reply = Joined | Pushed | Advanced | Pulled | None
-REQUESTS = (Join, Leave, Create, Push, Advance, Pull)
+REQUESTS = (Join, Leave, Create, Push, Ask, Advance, Pull)
 
 
 def count_bytes(message: Request | Reply) -> int:
-    """The bytes of the arrays of a message: values as they are encoded, ids, versions and counts of 8 bytes each."""
+    """The bytes of the arrays of a message: values as they are encoded, and what numbers them, most in 8 bytes each."""
     if isinstance(message, Push):
-        total = sum(payload.data.nbytes for part in message.parts for payload in part.pieces.values())
-        rows = (one for part in message.parts for one in part.rows.values())
-        return total + sum(ids.nbytes + payload.data.nbytes for ids, payload in rows)
+        rows = sum(ids.nbytes + payload.data.nbytes for ids, payload in message.rows.values())
+        return _sizes(message.buckets, message.sequences, message.bases) + _payloads(message.pieces) + rows
+    if isinstance(message, Pushed):
+        found = (message.buckets, message.outcomes, message.sequences, message.durables, message.versions)
+        return _sizes(*found)
     if isinstance(message, Create):
-        return sum(payload.data.nbytes for payload in message.pieces.values())
+        return _payloads(message.pieces)
+    if isinstance(message, Ask):
+        return message.buckets.nbytes
     if isinstance(message, Advance):
-        return message.buckets.nbytes + message.counts.nbytes
+        return _sizes(message.buckets, message.counts)
     if isinstance(message, Pull):
-        return sum(ids.nbytes + versions.nbytes for ids, versions in message.rows.values())
+        return sum(_sizes(ids, versions) for ids, versions in message.rows.values())
     if isinstance(message, Pulled):
-        total = sum(payload.data.nbytes for payload in message.pieces.values())
-        rows_of = message.rows.values()
-        return total + sum(ids.nbytes + versions.nbytes + payload.data.nbytes for ids, versions, payload in rows_of)
+        rows = sum(_sizes(ids, versions, payload.data) for ids, versions, payload in message.rows.values())
+        return _payloads(message.pieces) + rows
     return 0
+
+
+def _payloads(pieces: Mapping[PieceKey, Payload]) -> int:
+    return sum(payload.data.nbytes for payload in pieces.values())
+
+
+def _sizes(*arrays: NDArray[Any]) -> int:
+    return sum(array.nbytes for array in arrays)

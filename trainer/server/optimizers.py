@@ -89,15 +89,16 @@ class AdamW:
             values.mul_(1 - rate * self.weight_decay)
         state["first"].lerp_(gradients, 1 - beta1)
         state["second"].mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-        for count in set(steps.tolist()):
-            of_count = slice(None) if len(values) == 1 else steps == count
-            size = rate / (1 - beta1**count)
-            root = (1 - beta2**count) ** 0.5
-            divisor = (state["second"][of_count].sqrt() / root).add_(self.eps)
-            if len(values) == 1:
-                values.addcdiv_(state["first"], divisor, value=-size)
-            else:
-                values[of_count] = values[of_count].addcdiv_(state["first"][of_count], divisor, value=-size)
+        if len(values) == 1:
+            count = int(steps)
+            divisor = (state["second"].sqrt() / (1 - beta2**count) ** 0.5).add_(self.eps)
+            values.addcdiv_(state["first"], divisor, value=-(rate / (1 - beta1**count)))
+            return
+        counts, places = torch.unique(steps, return_inverse=True)
+        roots = torch.tensor([(1 - beta2**count) ** 0.5 for count in counts.tolist()])[places]
+        sizes = torch.tensor([-(rate / (1 - beta1**count)) for count in counts.tolist()])[places]
+        divisor = (state["second"].sqrt() / roots[:, None]).add_(self.eps)
+        values.add_((state["first"] * sizes[:, None]).div_(divisor))  # in the order of addcdiv, which knows one size
 
 
 @dataclass(frozen=True, kw_only=True)

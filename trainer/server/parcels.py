@@ -52,7 +52,7 @@ def pack(
             data = shard.snapshot(number)
             known = {number: shard.durable(number)}
             leaving[number] = Parcels(buckets={number: data}, durable=known)
-            del shard.buckets[number]
+            shard.drop(number)
         if number not in leaving:
             raise ServerError(f"{shard.name} is to hand out bucket {number}, and does not hold it")
         buckets.update(leaving[number].buckets)

@@ -69,6 +69,8 @@ def decode(payload: Payload, *, checks_values: bool = True) -> Tensor:
     """
     size = math.prod(payload.shape)
     _check_length(payload, size)
+    if not size:
+        return torch.zeros(payload.shape)
     coded = _share(payload.data)
     if payload.codec == "fp32":
         flat = coded.view(torch.float32) if coded.data_ptr() % 4 == 0 else coded.clone().view(torch.float32)
@@ -84,6 +86,19 @@ def decode(payload: Payload, *, checks_values: bool = True) -> Tensor:
             f"{bad} of {size} values of shape {payload.shape} are NaN or infinite; nothing of the push was applied"
         )
     return flat.reshape(payload.shape)
+
+
+def select_rows(payload: Payload, chosen: NDArray[np.bool_]) -> Payload:
+    """The chosen rows (n,) of a payload (n, width), of codec fp32 or bf16 with the same bits.
+
+    Raises:
+        ServerRefusedError: as ``decode``.
+    """
+    if payload.codec not in ("fp32", "bf16"):
+        return encode(decode(payload, checks_values=False)[torch.from_numpy(chosen)], CodecConfig())
+    _check_length(payload, math.prod(payload.shape))
+    data = payload.data.reshape(payload.shape[0], -1)[chosen].reshape(-1)
+    return Payload(codec=payload.codec, shape=(int(chosen.sum()), *payload.shape[1:]), data=data)
 
 
 def _share(data: NDArray[np.uint8]) -> Tensor:

@@ -91,9 +91,11 @@ class Quorum:
         return []
 
     def verdict(self, arrivals: Mapping[str, float], members: Collection[str], now: float) -> Verdict:
-        """Judge a round by the time of each worker's first push in it."""
+        """Judge a round by the time of each worker's first push in it; once all have left, nobody else will come."""
         if not arrivals:
             return "open"
+        if not members:
+            return "close"
         times = sorted(arrivals.values())
         if len(times) >= self.least:
             is_over = now >= times[self.least - 1] + self.grace

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import ServerError, ServerRefusedError, TrainerConfigError
-from .messages import Advance, Create, Pull, Push, Reply, Request
+from .messages import Advance, Ask, Create, Pull, Push, Reply, Request
 from .parcels import Parcels, pack, unpack
+from .payloads import select_rows
 from .placement import Placement, bucket_of_piece, buckets_of_rows
 from .shard import ServerConfig, Shard
 
@@ -74,12 +75,11 @@ class ReplicatedShard:
         send: Send,
         start: int,
         buckets: Collection[int] = (),
-        shares_memory: bool = False,
     ) -> None:
         if replicas not in (1, 2):
             raise TrainerConfigError(f"replicas={replicas} must be 1 (checkpoints only) or 2 (a copy of each bucket)")
         self._copying = replicas == 2 and len(placement.weights) > 1
-        self.own = Shard(name, config, buckets, is_replicated=self._copying, shares_memory=shares_memory)
+        self.own = Shard(name, config, buckets, is_replicated=self._copying)
         self._placement, self._send = placement, send
         self._order = (start, 0)
         self._leaving: dict[int, Parcels] = {}
@@ -136,7 +136,7 @@ class ReplicatedShard:
             held.adopt(data, place=f"{place}, bucket {number}")
         if message.kept is not None:
             for number in held.buckets.keys() - message.kept:
-                del held.buckets[number]
+                held.drop(number)
         return Copied(lagging=tuple({*lagging, *_other(message.after, held)}))
 
     def copies_of(self, source: str) -> dict[int, bytes]:
@@ -263,11 +263,9 @@ class ReplicatedShard:
 
 def touched(request: Request, shard: Shard) -> list[int]:
     """The buckets of a shard that a request may change."""
-    if isinstance(request, Push):
-        numbers = {part.bucket for part in request.parts}
-    elif isinstance(request, Create):
+    if isinstance(request, Create):
         numbers = {bucket_of_piece(*key) for key in request.pieces}
-    elif isinstance(request, Advance):
+    elif isinstance(request, Push | Ask | Advance):  # an answer may say that what is here has been copied
         numbers = set(request.buckets.tolist())
     elif isinstance(request, Pull):  # time may close a round
         numbers = set(request.buckets).union(
@@ -280,12 +278,26 @@ def touched(request: Request, shard: Shard) -> list[int]:
 
 def _part(request: Push | Create | Advance, numbers: set[int]) -> Request:
     """The request as far as it is about these buckets."""
-    if isinstance(request, Push):
-        return replace(request, parts=tuple(part for part in request.parts if part.bucket in numbers))
-    if isinstance(request, Create):
+    if not isinstance(request, Advance):
         pieces = {key: one for key, one in request.pieces.items() if bucket_of_piece(*key) in numbers}
-        return replace(request, pieces=pieces)
+        if isinstance(request, Create):
+            return replace(request, pieces=pieces)
     is_mine = np.isin(request.buckets, sorted(numbers))
+    if is_mine.all():
+        return request
+    if isinstance(request, Push):
+        rows = {}
+        for table, (ids, payload) in request.rows.items():
+            chosen = np.isin(buckets_of_rows(table, ids), sorted(numbers))
+            rows[table] = ids[chosen], select_rows(payload, chosen)
+        return replace(
+            request,
+            buckets=request.buckets[is_mine],
+            sequences=request.sequences[is_mine],
+            bases=request.bases[is_mine],
+            pieces=pieces,
+            rows=rows,
+        )
     return replace(request, buckets=request.buckets[is_mine], counts=request.counts[is_mine])
 
 

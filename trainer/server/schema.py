@@ -95,8 +95,12 @@ class Schema:
         """The buckets (n,), in order, that can hold something: those of pieces, or all where there is a table."""
         if self.tables:
             return np.arange(placement.BUCKETS)
-        numbers = {bucket_of_piece(spec.name, index) for spec in self.tensors for index in range(spec.pieces)}
-        return np.array(sorted(numbers), np.int64)
+        return np.array(sorted(set(self.places().values())), np.int64)
+
+    def places(self) -> dict[tuple[str, int], int]:
+        """The bucket of each piece, by tensor and index."""
+        keys = ((spec.name, index) for spec in self.tensors for index in range(spec.pieces))
+        return {key: bucket_of_piece(*key) for key in keys}
 
     def tensor(self, name: str) -> TensorSpec:
         """Look up a tensor.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -98,6 +98,9 @@ class Services(Protocol):
             ShardUnreachableError: no answer came, whether or not the request was applied.
             ServerError: what the shard raised.
         """
+
+    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
+        """Send a request to a shard, and return what waits for the reply and raises as ``call``."""
 
     def placement(self) -> Placement:
         """Ask which shard holds which bucket."""

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...storage.suggestions import unknown_choice
 from ..errors import NoQuorumError, NotHeldError, NotJoinedError, ServerRefusedError, TrainerConfigError
-from . import snapshots
-from .bucket import Bucket, Gradients, Piece, Reduction, RowBlock, merge
+from . import placement, snapshots
+from .bucket import Gradients, Mask, Numbers, Piece, Reduction, as_update, merge
+from .holding import HeldBucket, Holding, mask_of
 from .messages import (
     PROTOCOL,
     READER,
-    Ack,
     Advance,
     Advanced,
+    Ask,
     Create,
     Header,
     Join,
     Joined,
     Leave,
-    Part,
+    Outcome,
     PieceKey,
     Pull,
     Pulled,
@@ -37,9 +38,9 @@ from .messages import (
 )
 from .optimizers import Optimizer, RowWiseAdagrad
 from .payloads import CodecConfig, Payload, decode, encode
-from .placement import bucket_of_piece, buckets_of_rows
+from .placement import buckets_of_rows
 from .policies import AnyPolicy
-from .schema import Schema, TableSpec
+from .schema import Schema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +69,60 @@ class ServerConfig:
 
 
 class Shard:
-    """Some of the buckets of a run. All mutable state: the buckets, the members, and which sequences are durable.
+    """Some of the buckets of a run. All mutable state: what it holds, the members, and who was forgotten.
 
     ``members`` are the workers that others may have to wait for, with their incarnations and the clocks at which they
     joined. ``fenced`` are the incarnations of workers that were forgotten. Of ``buckets`` those are held that can hold
-    something. With ``shares_memory`` a reply shares the memory of values until the next request, which is right only
-    where the transport has copied it by then.
+    something. A reply may share the memory of values, which stay as they are while anybody has it.
     """
 
     def __init__(
-        self,
-        name: str,
-        config: ServerConfig,
-        buckets: Collection[int] = (),
-        *,
-        is_replicated: bool = False,
-        shares_memory: bool = False,
+        self, name: str, config: ServerConfig, buckets: Collection[int] = (), *, is_replicated: bool = False
     ) -> None:
         self.name, self.config = name, config
-        used = config.schema.buckets().tolist()
-        self.buckets = {number: Bucket(number) for number in sorted(set(buckets) & set(used))}
         self.members: dict[str, tuple[int, int]] = {}
         self.fenced: dict[str, int] = {}
-        self._is_replicated, self._shares_memory = is_replicated, shares_memory
-        self._durable: dict[tuple[int, str], tuple[int, int]] = {}
-        self._specs: dict[str, TableSpec] = {spec.name: spec for spec in config.schema.tables}
+        self._is_replicated = is_replicated
+        self._holding = Holding(
+            config.schema, config.dense, config.rows, scales_by_staleness=config.scales_by_staleness
+        )
+        self.hold_empty(sorted(set(buckets) & set(config.schema.buckets().tolist())))
+
+    @property
+    def buckets(self) -> Mapping[int, HeldBucket]:
+        """The buckets that it holds, by number."""
+        return MappingProxyType(self._holding.buckets)
+
+    @property
+    def clocks(self) -> dict[str, int]:
+        """The least clock of each worker in any bucket."""
+        return self._holding.ledger.slowest(self._holding.numbers)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows that it holds."""
+        return sum(int(table.counts.sum()) for table in self._holding.tables.values())
+
+    @property
+    def num_values(self) -> int:
+        """The number of elements of dense tensors that it holds."""
+        return sum(piece.values.numel() for bucket in self.buckets.values() for piece in bucket.pieces.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all values and of their optimizers' state."""
+        pieces = [piece for bucket in self.buckets.values() for piece in bucket.pieces.values()]
+        dense = sum(tensor.nbytes for piece in pieces for tensor in (piece.values, *piece.state.values()))
+        return dense + sum(table.num_bytes for table in self._holding.tables.values())
+
+    @property
+    def version(self) -> int:
+        """The version of the bucket with the most updates."""
+        return int(self._holding.ledger.versions.max())
+
+    def changes(self, numbers: Numbers) -> Numbers:
+        """The changes (n,) of buckets (n,), which it holds."""
+        return self._holding.ledger.changes[numbers]
 
     def handle(self, request: Request, now: float) -> Reply:
         """Answer a request that came at ``now``, in seconds of any steady clock.
@@ -114,14 +144,15 @@ class Shard:
             return None
         if isinstance(request, Push):
             return self._push(request, now)
+        if isinstance(request, Ask):
+            return self._answer_ask(request)
         if isinstance(request, Advance):
             return self._advance(request, now)
         return self._pull(request, now)
 
     def tick(self, now: float) -> None:
         """Close the rounds whose time is over."""
-        for bucket in self.buckets.values():
-            self._close_rounds(bucket, now)
+        self._close_rounds(self._holding.ledger.is_held, now)
 
     # Membership
 
@@ -159,22 +190,11 @@ class Shard:
         if incarnation == held:
             clock = max(clock, request.clock)
         else:
-            clocks = [one for bucket in self.buckets.values() for name, one in bucket.clocks.items() if name != worker]
-            clock = max(request.clock, min(clocks, default=0))
+            others = (one for name, one in self.clocks.items() if name != worker)
+            clock = max(request.clock, min(others, default=0))
         self.members[worker] = (incarnation, clock)
-        for bucket in self.buckets.values():
-            self._admit(bucket, worker)
+        self._holding.ledger.admit(worker, incarnation, clock, self._holding.numbers)
         return Joined(clock=clock)
-
-    def _admit(self, bucket: Bucket, worker: str) -> None:
-        """Count a member in a bucket from its clock on, its sequences anew if it was another incarnation's."""
-        incarnation, clock = self.members[worker]
-        before = bucket.sequences.get(worker, (-1, 0))[0], bucket.clocks.get(worker)
-        if before[0] != incarnation:
-            bucket.sequences[worker] = (incarnation, 0)
-        bucket.clocks[worker] = max(clock, bucket.clocks.get(worker, 0))
-        if before != (incarnation, bucket.clocks[worker]):
-            bucket.changes += 1
 
     def _leave(self, request: Leave, now: float) -> None:
         """Forget a worker, up to the incarnation that the header names if it is of this worker."""
@@ -186,31 +206,21 @@ class Shard:
         if not 0 <= held <= incarnation:
             return
         del self.members[worker]
-        for bucket in self.buckets.values():
-            self._forget(bucket, worker, incarnation)
-            self._close_rounds(bucket, now)
-
-    @staticmethod
-    def _forget(bucket: Bucket, worker: str, incarnation: int) -> None:
-        bucket.fenced[worker] = max(incarnation, bucket.fenced.get(worker, -1))
-        bucket.clocks.pop(worker, None)
-        bucket.sequences.pop(worker, None)
-        bucket.changes += 1
+        self._holding.ledger.forget(worker, self._holding.numbers)
+        self._close_rounds(self._holding.ledger.is_held, now)
 
     # First values
 
     def _create(self, request: Create) -> None:
-        new: list[tuple[Bucket, PieceKey, Tensor]] = []
+        new: list[tuple[PieceKey, Tensor]] = []
         for key, payload in request.pieces.items():
-            bucket = self._held(bucket_of_piece(*key))
             values = self._decode_piece(key, payload)
-            if key not in bucket.pieces:
-                new.append((bucket, key, values.clone()))
-        for bucket, key, values in new:
-            bucket.pieces[key] = Piece(values=values, state=self.config.dense.new_state(values))
-            bucket.changes += 1
+            if key not in self._held(self._holding.bucket_of[key]).pieces:
+                new.append((key, values.clone()))
+        for key, values in new:
+            self._holding.create(key, Piece(values, self.config.dense.new_state(values)))
 
-    def _held(self, number: int) -> Bucket:
+    def _held(self, number: int) -> HeldBucket:
         bucket = self.buckets.get(number)
         if bucket is None:
             raise NotHeldError(f"{self.name} does not hold bucket {number}; ask for the placement again")
@@ -233,208 +243,249 @@ class Shard:
     # Pushes
 
     def _push(self, request: Push, now: float) -> Pushed:
-        header = request.header
+        header, numbers, sequences = request.header, request.buckets, request.sequences
         if not 0 < request.weight < float("inf"):
             raise ServerRefusedError(f"{self.name}: a push has weight {request.weight}; it must be above 0 and finite")
-        acks: dict[int, Ack] = {}
-        new: list[tuple[Bucket, Part, Gradients]] = []
-        ahead: dict[int, int] = {}
-        for part in request.parts:
-            bucket = self.buckets.get(part.bucket)
-            if bucket is None:
-                acks[part.bucket] = Ack(outcome="moved")
-                continue
-            last = ahead.get(part.bucket, bucket.last_sequence(header.worker, header.incarnation))
-            if part.sequence <= last:
-                acks[part.bucket] = self._ack("duplicate", bucket, header)
-            elif part.sequence > last + 1:
-                acks[part.bucket] = self._ack("gap", bucket, header)
-            else:
-                new.append((bucket, part, self._gradients(request, part, bucket, now)))
-                ahead[part.bucket] = part.sequence
-        for bucket, part, gradients in new:  # all are valid: nothing fails from here on
-            bucket.sequences[header.worker] = (header.incarnation, part.sequence)
-            bucket.changes += 1
-            if not bucket.count_unit(request.unit, request.settled):  # another worker's of the same batch do
-                acks[part.bucket] = self._ack("duplicate", bucket, header)
-                continue
-            if self.config.policy.merges == "no":
-                self._apply(bucket, gradients)
-            else:
-                bucket.pending.append(_own(gradients))
-                self._close_rounds(bucket, now)
-            acks[part.bucket] = self._ack("applied", bucket, header)
-        return Pushed(acks=acks)
+        self._check_parts(request)
+        ledger = self._holding.ledger
+        is_held = ledger.is_held[numbers]
+        last = ledger.last_sequences(header.worker, header.incarnation, numbers)
+        outcomes = np.where(is_held, np.where(sequences <= last, Outcome.DUPLICATE, Outcome.GAP), Outcome.MOVED)
+        is_next = is_held & (sequences == last + 1)
+        gradients = self._gradients(request, is_next, now)
+        if gradients is not None:  # all are valid: nothing fails from here on
+            ledger.settle(request.settled)
+            ledger.take_sequences(header.worker, header.incarnation, numbers[is_next], sequences[is_next])
+            is_new = ledger.count_unit(request.unit, gradients.buckets)  # another worker's of the same batch may count
+            outcomes[is_next] = np.where(is_new, Outcome.APPLIED, Outcome.DUPLICATE)
+            self._take(gradients.only(mask_of(gradients.buckets[is_new]), self._holding.bucket_of), now)
+        return self._answer(header, numbers, outcomes)
 
-    def _ack(self, outcome: str, bucket: Bucket, header: Header) -> Ack:
-        last = bucket.last_sequence(header.worker, header.incarnation)
-        incarnation, durable = self._durable.get((bucket.number, header.worker), (header.incarnation, 0))
-        if self._is_replicated:
-            durable = last
-        elif incarnation != header.incarnation:
-            durable = 0
-        return Ack(outcome=outcome, sequence=last, durable=durable, version=bucket.version)  # type: ignore[arg-type]
+    def _take(self, gradients: Gradients | None, now: float) -> None:
+        """Apply gradients, or keep them until their round closes."""
+        if gradients is None:
+            return
+        if self.config.policy.merges == "no":
+            self._holding.apply(as_update(gradients))
+        else:
+            self._holding.pending.append(gradients.own())
+            self._close_rounds(mask_of(gradients.buckets), now)
 
-    def _gradients(self, request: Push, part: Part, bucket: Bucket, now: float) -> Gradients:
-        """Decode a part and check all of it against the bucket."""
-        clock = bucket.clocks[request.header.worker]
+    def _answer_ask(self, request: Ask) -> Pushed:
+        self._check_numbers(request.buckets)
+        is_held = self._holding.ledger.is_held[request.buckets]
+        return self._answer(request.header, request.buckets, np.where(is_held, Outcome.DUPLICATE, Outcome.MOVED))
+
+    def _answer(self, header: Header, numbers: Numbers, outcomes: Numbers) -> Pushed:
+        ledger = self._holding.ledger
+        last = ledger.last_sequences(header.worker, header.incarnation, numbers)
+        is_lasting = self._is_replicated
+        durables = last if is_lasting else ledger.durable_sequences(header.worker, header.incarnation, numbers)
+        return Pushed(
+            buckets=numbers,
+            outcomes=outcomes.astype(np.int8),
+            sequences=last,
+            durables=durables,
+            versions=ledger.versions[numbers],
+        )
+
+    def _check_numbers(self, numbers: Numbers) -> None:
+        is_right = numbers.ndim == 1 and numbers.dtype == np.int64
+        if not is_right or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < placement.BUCKETS):
+            raise ServerRefusedError(f"{self.name}: buckets must be int64 (n,), from 0 to {placement.BUCKETS - 1}")
+
+    def _check_parts(self, request: Push) -> None:
+        self._check_numbers(request.buckets)
+        for name, numbers in (("sequences", request.sequences), ("bases", request.bases)):
+            if numbers.shape != request.buckets.shape or numbers.dtype != np.int64:
+                raise ServerRefusedError(f"{self.name}: a push of {len(request.buckets)} parts needs as many {name}")
+        if not _is_ascending(request.buckets):
+            raise ServerRefusedError(f"{self.name}: the buckets of a push must be ascending and distinct")
+
+    def _gradients(self, request: Push, is_next: Mask, now: float) -> Gradients | None:
+        """Decode the parts that are next, and check all of them; None if there is none."""
+        worker, numbers, ledger = request.header.worker, request.buckets, self._holding.ledger
+        new = numbers[is_next]
+        if not len(new):
+            return None
+        clock = int(ledger.clocks_of(worker, new).max(initial=0))
         if self.config.policy.merges == "by clock" and request.step < clock:
             raise ServerRefusedError(
-                f"{self.name}: worker {request.header.worker!r} pushes for step {request.step} after it said that "
+                f"{self.name}: worker {worker!r} pushes for step {request.step} after it said that "
                 f"{clock} steps are finished; push before advancing"
             )
-        if not 0 <= part.base <= bucket.version:
-            # After a failover a bucket may be of an older version than a worker has seen.
-            part_base = bucket.version
-        else:
-            part_base = part.base
+        is_named, is_wanted = mask_of(numbers), mask_of(new)
         pieces = {}
-        for key, payload in part.pieces.items():
+        for key, payload in request.pieces.items():
+            number = self._find_piece(key)
+            if not is_named[number]:
+                raise ServerRefusedError(f"{self.name}: the push has no part for bucket {number}, of which {key} is")
+            if not is_wanted[number]:
+                continue
             pieces[key] = self._decode_piece(key, payload)
-            if bucket_of_piece(*key) != part.bucket or key not in bucket.pieces:
+            if key not in self.buckets[number].pieces:
                 raise ServerRefusedError(
-                    f"{self.name}: bucket {part.bucket} has no piece {key[1]} of {key[0]!r}; create it first"
+                    f"{self.name}: bucket {number} has no piece {key[1]} of {key[0]!r}; create it first"
                 )
         rows = {}
-        for table, (ids, payload) in part.rows.items():
-            self._check_ids(table, ids, part.bucket)
+        for table, (ids, payload) in request.rows.items():
+            of_rows = self._check_ids(table, ids, is_named)
             width = self.config.schema.table(table).width
             if payload.shape != (len(ids), width):
                 raise ServerRefusedError(
                     f"{self.name}: rows of {table!r} have shape {(len(ids), width)}, and {payload.shape} was pushed"
                 )
-            if len(ids):
-                rows[table] = ids, self._decode(payload, f"rows of {table!r}")
+            chosen = is_wanted[of_rows]
+            if chosen.any():
+                values = self._decode(payload, f"rows of {table!r}")
+                if not chosen.all():
+                    ids, of_rows, values = ids[chosen], of_rows[chosen], values[torch.from_numpy(chosen)]
+                rows[table] = ids, of_rows, values
+        bases = request.bases[is_next]
+        versions = ledger.versions[new]  # after a failover a bucket may be of an older one than a worker has seen
         return Gradients(
-            worker=request.header.worker,
+            worker=worker,
             step=request.step,
-            base=part_base,
             weight=request.weight,
             rate=request.rate,
             arrived=now,
+            buckets=new,
+            bases=np.where((bases >= 0) & (bases <= versions), bases, versions),
             pieces=pieces,
             rows=rows,
         )
 
-    def _check_ids(self, table: str, ids: NDArray[np.int64], bucket: int) -> None:
-        if ids.ndim != 1 or ids.dtype != np.int64 or bool((ids[1:] <= ids[:-1]).any()):
-            raise ServerRefusedError(f"{self.name}: ids of {table!r} must be int64 (n,), ascending and distinct")
-        if len(ids) and bool((buckets_of_rows(table, ids) != bucket).any()):
-            raise ServerRefusedError(f"{self.name}: some of the {len(ids)} ids of {table!r} are not of bucket {bucket}")
+    def _find_piece(self, key: PieceKey) -> int:
+        """The bucket of a piece that the schema has."""
+        self.config.schema.tensor(key[0]).piece_size(key[1])
+        return self._holding.bucket_of[key]
 
-    def _apply(self, bucket: Bucket, gradients: Gradients) -> None:
-        scale = 1 / (1 + bucket.version - gradients.base) if self.config.scales_by_staleness else 1.0
-        bucket.apply(gradients, self._specs, self.config.dense, self.config.rows, scale)
+    def _check_ids(self, table: str, ids: Numbers, is_named: Mask) -> Numbers:
+        """Return the bucket of each id of a push."""
+        self.config.schema.table(table)
+        if ids.ndim != 1 or ids.dtype != np.int64 or not _is_ascending(ids):
+            raise ServerRefusedError(f"{self.name}: ids of {table!r} must be int64 (n,), ascending and distinct")
+        numbers = buckets_of_rows(table, ids)
+        if not is_named[numbers].all():
+            raise ServerRefusedError(
+                f"{self.name}: some of the {len(ids)} ids of {table!r} are of buckets that the push has no part for"
+            )
+        return numbers
 
     # Clocks and rounds
 
     def _advance(self, request: Advance, now: float) -> Advanced:
-        worker, incarnation = request.header.worker, request.header.incarnation
-        behind: dict[int, int] = {}
-        moved: list[int] = []
-        for number, count in zip(request.buckets.tolist(), request.counts.tolist(), strict=True):
-            bucket = self.buckets.get(number)
-            if bucket is None:
-                moved.append(number)
-                continue
-            last = bucket.last_sequence(worker, incarnation)
-            if last < count:
-                behind[number] = last
-            elif bucket.clocks[worker] < request.clock:
-                bucket.clocks[worker] = request.clock
-                bucket.changes += 1
-                self._close_rounds(bucket, now)
-        return Advanced(behind=behind, moved=tuple(moved))
+        worker, numbers, ledger = request.header.worker, request.buckets, self._holding.ledger
+        self._check_numbers(numbers)
+        is_held = ledger.is_held[numbers]
+        last = ledger.last_sequences(worker, request.header.incarnation, numbers)
+        is_behind = is_held & (last < request.counts)
+        advanced = ledger.advance(worker, request.clock, numbers[is_held & ~is_behind])
+        self._close_rounds(mask_of(advanced), now)
+        behind = dict(zip(numbers[is_behind].tolist(), last[is_behind].tolist(), strict=True))
+        return Advanced(behind=behind, moved=tuple(numbers[~is_held].tolist()))
 
-    def _close_rounds(self, bucket: Bucket, now: float) -> None:
+    def _close_rounds(self, is_touched: Mask, now: float) -> None:
+        """Close the rounds of these buckets that may be closed."""
+        pending = self._holding.pending
+        if not pending:
+            return
         if self.config.policy.merges == "by clock":
-            least = min(bucket.clocks.values(), default=None)
-            ready = sorted({one.step for one in bucket.pending if least is None or one.step < least})
-            for step in ready:
-                pushed = {one.worker for one in bucket.pending if one.step == step}
-                took_part = {name for name, (_, joined) in self.members.items() if joined <= step}
-                self._close(bucket, lambda one, step=step: one.step == step, len(took_part - pushed))  # type: ignore[misc]
-        elif self._verdict(bucket, now) == "close":
-            firsts = {id(one) for one in {one.worker: one for one in reversed(bucket.pending)}.values()}
-            self._close(bucket, lambda one: id(one) in firsts)
-            self._close_rounds(bucket, now)
+            least = self._holding.ledger.least_clocks()
+            for step in sorted({one.step for one in pending}):
+                is_ready = is_touched & (least > step)
+                if is_ready.any():
+                    places = [place for place, one in enumerate(self._holding.pending) if one.step == step]
+                    took_part = [name for name, (_, joined) in self.members.items() if joined <= step]
+                    self._close([(is_ready, places)], took_part)
+            return
+        closings = [
+            (mask_of(numbers), list(firsts.values()))
+            for numbers, firsts in self._open_quorums(is_touched)
+            if self._verdict(firsts, now) == "close"
+        ]
+        if closings:
+            self._close(closings)
+            self._close_rounds(is_touched, now)
 
-    def _close(self, bucket: Bucket, belongs: Callable[[Gradients], bool], absent: int = 0) -> None:
-        chosen = [one for one in bucket.pending if belongs(one)]
-        bucket.pending = [one for one in bucket.pending if not belongs(one)]
-        self._apply(bucket, merge(chosen, self.config.reduction, absent))
+    def _close(self, closings: list[tuple[Mask, list[int]]], took_part: Collection[str] = ()) -> None:
+        for several in self._holding.take_pending(closings):
+            if several:
+                merged = merge(several, self.config.reduction, self._holding.bucket_of, took_part)
+                self._holding.apply(merged)
 
-    def _verdict(self, bucket: Bucket, now: float) -> str:
+    def _open_quorums(self, is_touched: Mask) -> list[tuple[list[int], dict[str, int]]]:
+        """Group the buckets that gradients wait in: those with the same pushes, by worker the place of its first."""
+        places: dict[int, list[int]] = {}
+        for place, one in enumerate(self._holding.pending):
+            for number in one.buckets[is_touched[one.buckets]].tolist():
+                places.setdefault(number, []).append(place)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, found in sorted(places.items()):
+            groups.setdefault(tuple(found), []).append(number)
+        pending = self._holding.pending
+        return [
+            (numbers, {pending[place].worker: place for place in reversed(found)}) for found, numbers in groups.items()
+        ]
+
+    def _verdict(self, firsts: Mapping[str, int], now: float) -> str:
         policy = self.config.policy
         if policy.merges != "by quorum":
             return "open"
-        arrivals: dict[str, float] = {}
-        for one in bucket.pending:
-            arrivals.setdefault(one.worker, one.arrived)
+        arrivals = {worker: self._holding.pending[place].arrived for worker, place in firsts.items()}
         return policy.verdict(arrivals, self.members, now)
 
     # Pulls
 
     def _pull(self, request: Pull, now: float) -> Pulled:
-        by_bucket = {table: buckets_of_rows(table, ids) for table, (ids, _) in request.rows.items()}
-        wanted = set(request.buckets).union(*(set(found.tolist()) for found in by_bucket.values()))
-        moved = tuple(sorted(wanted - set(self.buckets)))
-        if moved:
-            return Pulled(moved=moved)
-        slow: set[str] = set()
-        for number in sorted(wanted):
-            bucket = self.buckets[number]
-            self._close_rounds(bucket, now)
-            slow.update(self.config.policy.slow_workers(bucket.clocks, request.clock))
-            if self._verdict(bucket, now) == "failed":
-                raise NoQuorumError(
-                    f"{self.name}: {len({one.worker for one in bucket.pending})} of the "
-                    f"{getattr(self.config.policy, 'least', '?')} workers of a quorum pushed to "
-                    f"bucket {number} in time; start more workers, or lower the quorum"
-                )
+        ledger = self._holding.ledger
+        numbers = {table: buckets_of_rows(table, ids) for table, (ids, _) in request.rows.items()}
+        self._check_numbers(np.array([*request.buckets], np.int64))
+        is_wanted = mask_of(np.concatenate([np.array([*request.buckets], np.int64), *numbers.values()]))
+        moved = np.flatnonzero(is_wanted & ~ledger.is_held)
+        if len(moved):
+            return Pulled(moved=tuple(moved.tolist()))
+        self._close_rounds(is_wanted, now)
+        self._check_quorums(is_wanted, now)
+        slow = self.config.policy.slow_workers(ledger.slowest(np.flatnonzero(is_wanted)), request.clock)
         if slow:
             return Pulled(waiting_for=tuple(sorted(slow)))
-        is_shared = self._shares_memory or request.codec.codec != "fp32"
-        newer = [number for number, known in request.buckets.items() if self.buckets[number].version != known]
+        newer = [number for number, known in request.buckets.items() if ledger.versions[number] != known]
         return Pulled(
-            versions={number: self.buckets[number].version for number in newer},
+            versions={number: int(ledger.versions[number]) for number in newer},
             pieces={
-                key: encode(piece.values[0] if is_shared else piece.values[0].clone(), request.codec)
+                key: piece.hand_out() if request.codec.codec == "fp32" else encode(piece.values[0], request.codec)
                 for number in newer
                 for key, piece in self.buckets[number].pieces.items()
             },
-            rows={
-                table: self._rows(table, ids, known, by_bucket[table], request.codec)
-                for table, (ids, known) in request.rows.items()
-            },
+            rows={table: self._rows(table, ids, known, request.codec) for table, (ids, known) in request.rows.items()},
         )
 
-    def _rows(
-        self,
-        table: str,
-        ids: NDArray[np.int64],
-        known: NDArray[np.int64],
-        numbers: NDArray[np.int64],
-        codec: CodecConfig,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Payload]:
-        """Gather rows that are newer than known; a row never pushed to is made, and not kept."""
-        spec = self.config.schema.table(table)
+    def _check_quorums(self, is_wanted: Mask, now: float) -> None:
+        if self.config.policy.merges != "by quorum":
+            return
+        for numbers, firsts in self._open_quorums(is_wanted):
+            if self._verdict(firsts, now) == "failed":
+                raise NoQuorumError(
+                    f"{self.name}: {len(firsts)} of the {getattr(self.config.policy, 'least', '?')} workers of a "
+                    f"quorum pushed to bucket {numbers[0]} in time; start more workers, or lower the quorum"
+                )
+
+    def _rows(self, table: str, ids: Numbers, known: Numbers, codec: CodecConfig) -> tuple[Numbers, Numbers, Payload]:
+        """Gather rows of another version than is known; a row never pushed to is made, and not kept."""
+        spec, held = self.config.schema.table(table), self._holding.tables[table]
+        places = held.places(ids)
+        is_held = places >= 0
         versions = np.zeros(len(ids), np.int64)
+        versions[is_held] = held.versions[places[is_held]]
+        is_new = versions != known
+        ids, versions, places, is_held = ids[is_new], versions[is_new], places[is_new], is_held[is_new]
+        if is_held.all():
+            return ids, versions, encode(held.values[torch.from_numpy(places)], codec)
         values = torch.empty(len(ids), spec.width)
-        is_new = np.ones(len(ids), bool)
-        for number in np.unique(numbers).tolist():
-            block: RowBlock | None = self.buckets[number].tables.get(table)
-            if block is None:
-                continue
-            at = np.flatnonzero(numbers == number)
-            places = block.places(ids[at])
-            at, places = at[places >= 0], places[places >= 0]
-            versions[at], is_new[at] = block.versions[places], False
-            values[torch.from_numpy(at)] = block.values[torch.from_numpy(places)]
-        if is_new.any():
-            values[torch.from_numpy(is_new)] = spec.first_rows(ids[is_new])
-        kept = versions != known
-        return ids[kept], versions[kept], encode(values[torch.from_numpy(kept)], codec)
+        values[torch.from_numpy(is_held)] = held.values[torch.from_numpy(places[is_held])]
+        values[torch.from_numpy(~is_held)] = spec.first_rows(ids[~is_held])
+        return ids, versions, encode(values, codec)
 
     # Snapshots, and buckets that come and go
 
@@ -444,21 +495,22 @@ class Shard:
         Raises:
             ServerRefusedError: the shard does not hold it.
         """
-        return snapshots.snapshot(self._held(number), run=self.config.run, schema=self.config.schema.digest)
+        config = self.config
+        return snapshots.snapshot(self._held(number), self.fenced, run=config.run, schema=config.schema.digest)
 
     def sequences(self, number: int) -> Mapping[str, tuple[int, int]]:
         """Return what to hand to ``confirm`` once a snapshot that is taken now is safe."""
-        return dict(self._held(number).sequences)
+        return self._held(number).sequences
 
     def confirm(self, number: int, sequences: Mapping[str, tuple[int, int]]) -> None:
         """Note that a snapshot with these sequences is where a lost shard would be restored from."""
-        for worker, pair in sequences.items():
-            self._durable[number, worker] = pair
+        for worker, (incarnation, sequence) in sequences.items():
+            self._holding.ledger.confirm(number, worker, incarnation, sequence)
 
     def durable(self, number: int) -> dict[str, tuple[int, int]]:
         """Return the last sequence of each worker's incarnation that a checkpoint of a bucket holds."""
-        workers = self._held(number).sequences
-        return {one: self._durable[number, one] for one in workers if (number, one) in self._durable}
+        found = self._holding.ledger.durable_in(number)
+        return {worker: found[worker] for worker in self._held(number).sequences if worker in found}
 
     def adopt(self, data: bytes, *, place: str = "a snapshot") -> int:
         """Hold the bucket of a snapshot from now on, with the members that it knows; returns its number.
@@ -467,44 +519,42 @@ class Shard:
             ServerRefusedError: the snapshot is damaged, or of another run or model.
         """
         bucket = snapshots.restore(data, run=self.config.run, schema=self.config.schema.digest, place=place)
+        at, ledger = np.array([bucket.number], np.int64), self._holding.ledger
         for worker, incarnation in bucket.fenced.items():
             self.fenced[worker] = max(incarnation, self.fenced.get(worker, -1))
-        for worker, (incarnation, _) in list(bucket.sequences.items()):
+        self._holding.put(bucket)
+        known = dict(bucket.sequences)
+        for worker, (incarnation, _) in bucket.sequences.items():
             held = self.members.get(worker, (-1, 0))[0]
             if incarnation <= self.fenced.get(worker, -1):
-                self._forget(bucket, worker, incarnation)
-            elif worker in bucket.clocks and held < incarnation:
+                ledger.forget(worker, at)
+                del known[worker]
+            elif held < incarnation:
                 self.members[worker] = (incarnation, bucket.clocks[worker])
-        self.buckets[bucket.number] = bucket
-        for worker in self.members:
-            if worker not in bucket.clocks or bucket.sequences[worker][0] != self.members[worker][0]:
-                self._admit(bucket, worker)
-        self.confirm(bucket.number, bucket.sequences)
+        for worker, (incarnation, clock) in self.members.items():
+            if worker not in known or known[worker][0] != incarnation:
+                ledger.admit(worker, incarnation, clock, at)
+        self.confirm(bucket.number, self.sequences(bucket.number))
         return bucket.number
 
     def hold_empty(self, numbers: Collection[int]) -> None:
         """Hold buckets that have nothing yet."""
         for number in numbers:
-            self.buckets[number] = Bucket(number)
-            for worker in self.members:
-                self._admit(self.buckets[number], worker)
+            self._holding.hold(number)
+        at = np.array([*numbers], np.int64)
+        for worker, (incarnation, clock) in self.members.items():
+            self._holding.ledger.admit(worker, incarnation, clock, at)
 
     def release(self, number: int) -> bytes:
         """Stop holding a bucket, and return its snapshot."""
         data = self.snapshot(number)
-        del self.buckets[number]
+        self.drop(number)
         return data
 
+    def drop(self, number: int) -> None:
+        """Hold a bucket no longer."""
+        self._holding.drop(number)
 
-def _own(gradients: Gradients) -> Gradients:
-    """Copy gradients that are kept beyond the request whose memory they share."""
-    return Gradients(
-        worker=gradients.worker,
-        step=gradients.step,
-        base=gradients.base,
-        weight=gradients.weight,
-        rate=gradients.rate,
-        arrived=gradients.arrived,
-        pieces={key: tensor.clone() for key, tensor in gradients.pieces.items()},
-        rows={table: (ids.copy(), values.clone()) for table, (ids, values) in gradients.rows.items()},
-    )
+
+def _is_ascending(numbers: Numbers) -> bool:
+    return not bool((numbers[1:] <= numbers[:-1]).any())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from ...storage.hashing import xxh3_64
 from ..errors import ServerRefusedError
-from .bucket import Bucket, Gradients, Piece, RowBlock
+from .bucket import Bucket, Gradients, Piece
+from .holding import HeldBucket
+from .rows import HeldRows
 
 _MAGIC = b"penstkB1"
 _HEAD = struct.Struct("<8sQQ")  # magic, checksum of the rest, bytes of the description
@@ -33,8 +36,8 @@ class _Tensors:
         return len(self.chunks) - 1
 
 
-def snapshot(bucket: Bucket, *, run: str, schema: str) -> bytes:
-    """Write a bucket of a run as bytes."""
+def snapshot(bucket: HeldBucket, fenced: Mapping[str, int], *, run: str, schema: str) -> bytes:
+    """Write a bucket of a run as bytes; ``fenced`` are the last incarnations of workers that were forgotten."""
     tensors = _Tensors()
 
     def state_of(state: dict[str, Tensor]) -> dict[str, int]:
@@ -48,7 +51,7 @@ def snapshot(bucket: Bucket, *, run: str, schema: str) -> bytes:
         "changes": bucket.changes,
         "sequences": bucket.sequences,
         "clocks": bucket.clocks,
-        "fenced": bucket.fenced,
+        "fenced": dict(fenced),
         "settled": bucket.settled,
         "counted": sorted(bucket.counted),
         "pieces": [[*key, tensors.put(one.values), state_of(one.state)] for key, one in bucket.pieces.items()],
@@ -63,11 +66,11 @@ def snapshot(bucket: Bucket, *, run: str, schema: str) -> bytes:
         },
         "pending": [
             {
-                "numbers": [one.worker, one.step, one.base, one.weight, one.rate, one.arrived],
+                "numbers": [one.worker, one.step, int(one.bases[0]), one.weight, one.rate, one.arrived],
                 "pieces": [[*key, tensors.put(tensor)] for key, tensor in one.pieces.items()],
                 "rows": {
                     table: [tensors.put(torch.from_numpy(ids)), tensors.put(values)]
-                    for table, (ids, values) in one.rows.items()
+                    for table, (ids, _, values) in one.rows.items()
                 },
             }
             for one in bucket.pending
@@ -92,38 +95,59 @@ def restore(data: bytes, *, run: str, schema: str, place: str = "a snapshot") ->
                 f"{place} is of {name} {described[name]!r}, and this server of {expected!r}; "
                 f"restore a checkpoint of this run and model"
             )
-    tensors, offset = [], 0
+    tensors: list[Tensor] = []
+    offset = 0
     for kind, shape in described["tensors"]:
         count = int(np.prod(shape, dtype=np.int64))
         array = np.frombuffer(body, np.dtype(kind), count, offset).reshape(shape).copy()
         tensors.append(torch.from_numpy(array))
         offset += array.nbytes
-    bucket = Bucket(described["bucket"])
-    bucket.version, bucket.changes = described["version"], described["changes"]
-    bucket.sequences = {worker: (pair[0], pair[1]) for worker, pair in described["sequences"].items()}
-    bucket.clocks, bucket.fenced = described["clocks"], described["fenced"]
-    bucket.settled, bucket.counted = described["settled"], set(described["counted"])
-    for name, index, values, state in described["pieces"]:
-        held = {key: tensors[number] for key, number in state.items()}
-        bucket.pieces[name, index] = Piece(values=tensors[values], state=held)
-    for name, (ids, versions, values, state) in described["tables"].items():
-        held = {key: tensors[number] for key, number in state.items()}
-        bucket.tables[name] = RowBlock(tensors[ids].numpy(), tensors[values], held, tensors[versions].numpy())
-    for one in described["pending"]:
-        worker, step, base, weight, rate, arrived = one["numbers"]
-        bucket.pending.append(
-            Gradients(
-                worker=worker,
-                step=step,
-                base=base,
-                weight=weight,
-                rate=rate,
-                arrived=arrived,
-                pieces={(name, index): tensors[number] for name, index, number in one["pieces"]},
-                rows={table: (tensors[ids].numpy(), tensors[values]) for table, (ids, values) in one["rows"].items()},
-            )
+    number = described["bucket"]
+    pieces = {
+        (name, index): Piece(tensors[values], {key: tensors[place] for key, place in state.items()})
+        for name, index, values, state in described["pieces"]
+    }
+    tables = {
+        name: HeldRows(
+            ids=tensors[ids].numpy(),
+            values=tensors[values],
+            state={key: tensors[place] for key, place in state.items()},
+            versions=tensors[versions].numpy(),
         )
-    return bucket
+        for name, (ids, versions, values, state) in described["tables"].items()
+    }
+    return Bucket(
+        number=number,
+        version=described["version"],
+        changes=described["changes"],
+        sequences={worker: (pair[0], pair[1]) for worker, pair in described["sequences"].items()},
+        clocks=described["clocks"],
+        fenced=described["fenced"],
+        settled=described["settled"],
+        counted=set(described["counted"]),
+        pending=[_pending(number, one, tensors) for one in described["pending"]],
+        pieces=pieces,
+        tables=tables,
+    )
+
+
+def _pending(number: int, described: dict[str, Any], tensors: list[Tensor]) -> Gradients:
+    worker, step, base, weight, rate, arrived = described["numbers"]
+    rows = {}
+    for table, (ids, values) in described["rows"].items():
+        found = tensors[ids].numpy()
+        rows[table] = found, np.full(len(found), number, np.int64), tensors[values]
+    return Gradients(
+        worker=worker,
+        step=step,
+        weight=weight,
+        rate=rate,
+        arrived=arrived,
+        buckets=np.array([number], np.int64),
+        bases=np.array([base], np.int64),
+        pieces={(name, index): tensors[place] for name, index, place in described["pieces"]},
+        rows=rows,
+    )
 
 
 def _checked(data: bytes, place: str) -> tuple[dict[str, Any], bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import NonFiniteLossError, TrainerError
 from ..options import check_choice, check_range
 from ..parallel.buffers import BufferCopies
-from ..parallel.checks.limits import named_if_it_fails
+from ..parallel.checks.limits import named_if_it_fails, updating_alike
 from ..parallel.checks.parameters import KnownParameters
 from ..parallel.model import ParallelModel
 from ..parallel.passes import Passes
@@ -320,7 +320,8 @@ class StepRunner:
                 self._policy.meet_gradients(step, self._gradients.named())
                 return "non-finite", norm
         measured.scale(self._factor(norm, correction))
-        with named_if_it_fails(self._optimizer, self._parallel.sharded_by):
+        alike = updating_alike(self._optimizer) if self._mesh.is_spread else nullcontext()
+        with named_if_it_fails(self._optimizer, self._parallel.sharded_by), alike:
             is_updated = self._scaler.step_and_update(self._optimizer)
         if is_updated:
             return "updated", norm

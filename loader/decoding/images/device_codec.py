@@ -8,6 +8,7 @@ idle, and every lane is left idle.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
@@ -16,12 +17,27 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import ConfigError
+from .device_resize import choose_resize
 
-Wait = Callable[[], None]
-
-_LANES = 2  # one decodes while the other's images are resized
+# One decodes while others copy JPEGs, or resize images: each of their calls may have to wait for the GIL.
+_LANES = 4
 _PROBE_SIDE, _PROBE_GREY = 32, 100
 _INSTALL = "pip install 'penstock[images-cuda]'"
+
+
+class Lane(Protocol):
+    """A stream of its own for work on a device, with memory that stays."""
+
+    def wait(self) -> None:
+        """Wait, without the GIL, until all work queued on the stream is done."""
+        ...
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Get (nbytes,) uint8 in host memory, for JPEGs: the same for each call, since new pages cost more than copies.
+
+        It may be written to once ``decode`` has returned.
+        """
+        ...
 
 
 class DeviceCodec(Protocol):
@@ -30,11 +46,18 @@ class DeviceCodec(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def lane(self) -> AbstractContextManager[Wait]:
-        """Enter an idle stream of its own, which is the calling thread's current one.
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """Enter to prepare images, one thread at a time.
 
-        Gives a function that waits, without the GIL, until all work queued on it is done. Waits for a lane to be free:
-        there are few, which bounds the memory of images that are being decoded.
+        That work holds the GIL and lets go of it often: of several threads each would wait for the next to wake up.
+        """
+        ...
+
+    def lane(self) -> AbstractContextManager[Lane]:
+        """Enter an idle lane, whose stream is the calling thread's current one. Waits for one to be free.
+
+        There are few, which bounds the memory of images that are being decoded.
         """
         ...
 
@@ -47,39 +70,51 @@ class DeviceCodec(Protocol):
         ...
 
 
+class CudaLane:
+    """A stream of a CUDA device, and host memory that grows to what is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def wait(self) -> None:
+        # blocking: the thread sleeps instead of spinning on a core that could decode.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        event.synchronize()
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8)
+        return self._memory[:nbytes]
+
+
 class TorchcodecCodec:
     """nvJPEG by ``torchcodec.decoders.decode_jpeg``: a batch in one call, on an engine of its own from A100 on."""
 
     def __init__(self, device: torch.device, decode_jpeg: Callable[..., Any]) -> None:
         self.device = device
+        self.turn = threading.Lock()
         self._decode_jpeg = decode_jpeg
-        self._free: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
+        self._free: SimpleQueue[CudaLane] = SimpleQueue()
         for _ in range(_LANES):
-            self._free.put(torch.cuda.Stream(device=device))  # type: ignore[no-untyped-call]
+            self._free.put(CudaLane(device))
 
     @contextmanager
-    def lane(self) -> Iterator[Wait]:
-        stream = self._free.get()
+    def lane(self) -> Iterator[Lane]:
+        lane = self._free.get()
         try:
-            with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                wait = functools.partial(_wait_for, stream)
+            with torch.cuda.device(self.device), torch.cuda.stream(lane.stream):
                 try:
-                    yield wait
+                    yield lane
                 finally:
-                    wait()
+                    lane.wait()
         finally:
-            self._free.put(stream)
+            self._free.put(lane)
 
     def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         images: list[torch.Tensor] = self._decode_jpeg(list(streams), mode="RGB", device=self.device)
         return images
-
-
-def _wait_for(stream: torch.cuda.Stream) -> None:
-    # blocking: the thread sleeps instead of spinning on a core that could decode.
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    event.synchronize()
 
 
 def open_codec(device: torch.device | None) -> DeviceCodec:
@@ -117,6 +152,7 @@ def _open(device: torch.device) -> TorchcodecCodec:
             f"{_first_line(exc)}. Install one that is built for this torch's CUDA ({torch.version.cuda}) with nvJPEG: "
             f"{_INSTALL}; or leave out device= to decode on the CPU"
         ) from exc
+    choose_resize(device)  # which may warn, and compiles
     return codec
 
 
@@ -127,9 +163,9 @@ def _probe(codec: DeviceCodec) -> None:
 
     pixels = np.full((_PROBE_SIDE, _PROBE_SIDE, 3), _PROBE_GREY, np.uint8)
     stream = torch.frombuffer(bytearray(simplejpeg.encode_jpeg(pixels)), dtype=torch.uint8)
-    with codec.lane() as wait:
+    with codec.lane() as lane:
         (image,) = codec.decode([stream])
-        wait()
+        lane.wait()
         far = (image.cpu().to(torch.int16) - _PROBE_GREY).abs().max().item()
     if image.shape != (3, _PROBE_SIDE, _PROBE_SIDE) or far > 2:
         raise ConfigError(

@@ -6,19 +6,21 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.functional import interpolate
 
 from ...errors import ConfigError, DecodeError, MemoryLimitError
 from ..values import BatchValues
+from .device_cuts import Cut
+from .device_resize import choose_resize, place
 from .jpeg_stream import plain_jpeg
 
 if TYPE_CHECKING:
     from ...columns import AnyArray
-    from .device_codec import DeviceCodec, Wait
+    from .device_codec import DeviceCodec, Lane
     from .images import ImageDecoder, ImagePlan
 
 # Limits of the images on the device at once, by lane: bytes of whole and of resized ones, and their number.
@@ -48,20 +50,21 @@ class _Planned:
 
     def copy_into(self, room: memoryview) -> None:
         """Copy the JPEG without EXIF, by which decoders turn images that are to stay as they are."""
-        room[:] = self.data
+        room[:] = self.data  # with the GIL: to get it back would take longer, with threads that prepare other images
         for at in self.exif:
             room[at : at + _EXIF_NAME_BYTES] = bytes(_EXIF_NAME_BYTES)
 
 
-def _copy_together(planned: Sequence[_Planned]) -> list[torch.Tensor]:
-    """Copy the JPEGs into one piece of memory."""
+def _copy_together(planned: Sequence[_Planned], room: torch.Tensor) -> list[torch.Tensor]:
+    """Copy the JPEGs, one behind the other, into memory of their bytes."""
     sizes = [len(one.data) for one in planned]
-    whole = np.empty(sum(sizes), np.uint8)
-    room, at = whole.data, 0
+    whole, at, streams = room.numpy(), 0, []
     for one, size in zip(planned, sizes, strict=True):
-        one.copy_into(room[at : at + size])
+        part = whole[at : at + size]
+        one.copy_into(part.data)
+        streams.append(torch.from_numpy(part))
         at += size
-    return list(torch.split(torch.from_numpy(whole), sizes))
+    return streams
 
 
 class DeviceImages(BatchValues):
@@ -86,15 +89,29 @@ class DeviceImages(BatchValues):
         self._shape = decoder.shape
         self._planned: dict[int, _Planned] = {}
         self._on_host: dict[int, AnyArray] = {}
+        self._left: list[tuple[int, memoryview, ImagePlan | None, np.random.Generator | None]] = []  # for the CPU
+        self._failed: list[tuple[int, Exception]] = []
         self._pixels: torch.Tensor | None = None
         self._count = count
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """As of ``BatchValues``; at the end, what the CPU must decode is decoded, beside other threads."""
+        with self._codec.turn:
+            yield
+            left, self._left = self._left, []
+        for row, data, plan, rng in left:
+            try:
+                self._on_host[row] = self._decode_on_host(data, plan, rng)
+            except Exception as exc:  # noqa: BLE001 - the row's, which decode() returns
+                self._failed.append((row, self._explain(data, exc)))
 
     def prepare(self, row: int, data: memoryview, rng: np.random.Generator | None) -> None:
         try:
             plain = plain_jpeg(data)
             plan = None if plain is None else self._decoder.plan(data, rng)
             if plain is None or plan is None or not self._suits(plan):
-                self._on_host[row] = self._decode_on_host(data, plan, rng)
+                self._left.append((row, data, plan, rng))
             else:
                 self._planned[row] = _Planned(data, plan, plain.exif)
         except Exception as exc:
@@ -113,16 +130,16 @@ class DeviceImages(BatchValues):
         return out
 
     def decode(self, is_stopped: Callable[[], bool]) -> list[tuple[int, Exception]]:
-        failed: list[tuple[int, Exception]] = []
+        failed, self._failed = self._failed, []
         try:
-            with self._codec.lane() as wait:
+            with self._codec.lane() as lane:
                 self._pixels = torch.empty((self._count, *self._shape), dtype=torch.uint8, device=self._codec.device)
                 for rows in self._groups():
                     if is_stopped():
                         raise CancelledError
-                    failed += self._decode_group(rows, wait)
+                    failed += self._decode_group(rows, lane)
                 self._upload()
-                wait()
+                lane.wait()
         except torch.OutOfMemoryError as exc:
             raise MemoryLimitError(
                 f"{self._codec.device} has no memory to decode a batch of {self._count} images ({exc}); make room "
@@ -137,7 +154,8 @@ class DeviceImages(BatchValues):
         if self._on_host:
             rows = sorted(self._on_host)
             pixels = torch.from_numpy(np.stack([self._on_host[row] for row in rows]))
-            self._place(rows, pixels.to(self._codec.device))
+            assert self._pixels is not None
+            place(self._pixels, rows, pixels.to(self._codec.device))
 
     def _groups(self) -> Iterator[list[int]]:
         """Rows that are decoded by one call."""
@@ -153,50 +171,32 @@ class DeviceImages(BatchValues):
         if group:
             yield group
 
-    def _decode_group(self, rows: list[int], wait: Wait) -> list[tuple[int, Exception]]:
-        streams = _copy_together([self._planned[row] for row in rows])
-        wait()  # see device_codec: queued kernels may still read memory that the images are about to get
+    def _decode_group(self, rows: list[int], lane: Lane) -> list[tuple[int, Exception]]:
+        planned = [self._planned[row] for row in rows]
+        streams = _copy_together(planned, lane.host_memory(sum(len(one.data) for one in planned)))
+        lane.wait()  # see device_codec: queued kernels may still read memory that the images are about to get
         try:
             images = self._codec.decode(streams)
         except _FATAL:
             raise
         except RuntimeError as exc:
-            wait()
+            lane.wait()
             if len(rows) > 1:
-                return [failed for row in rows for failed in self._decode_group([row], wait)]
+                return [failed for row in rows for failed in self._decode_group([row], lane)]
             return self._give_to_host(rows[0], str(exc))
         failed: list[tuple[int, Exception]] = []
-        fitting: list[tuple[int, torch.Tensor]] = []
+        fitting: list[Cut] = []
         for row, image in zip(rows, images, strict=True):
             plan = self._planned[row].plan
             if image.dtype == torch.uint8 and image.shape == (3, plan.height, plan.width):
-                fitting.append((row, image))
+                fitting.append(Cut(image, plan, row))
             else:
                 why = f"it gave {image.dtype} {tuple(image.shape)} for {(3, plan.height, plan.width)}"
                 failed += self._give_to_host(row, why)
-        self._resize(fitting)
+        if fitting:
+            assert self._pixels is not None
+            choose_resize(self._codec.device)(fitting, self._pixels)
         return failed
-
-    def _resize(self, images: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Cut, resize and flip whole images into their rows."""
-        if not images:
-            return
-        rows = [row for row, _ in images]
-        plans = [self._planned[row].plan for row in rows]
-        parts = torch.stack([_cut(image, plan, self._shape) for (_, image), plan in zip(images, plans, strict=True)])
-        pixels = parts.round_().clamp_(0, 255).to(torch.uint8)
-        if any(plan.flip for plan in plans):
-            are_flipped = _on_device([plan.flip for plan in plans], pixels.device)
-            pixels = torch.where(are_flipped[:, None, None, None], pixels.flip(-1), pixels)
-        self._place(rows, pixels.permute(0, 2, 3, 1))
-
-    def _place(self, rows: Sequence[int], pixels: torch.Tensor) -> None:
-        assert self._pixels is not None
-        first, stop = rows[0], rows[-1] + 1
-        if stop - first == len(rows):  # in order
-            self._pixels[first:stop] = pixels
-        else:
-            self._pixels[_on_device(rows, self._pixels.device)] = pixels
 
     def _give_to_host(self, row: int, why: str) -> list[tuple[int, Exception]]:
         """Have the CPU decode an image that the device refused; return the error if it fails too."""
@@ -225,22 +225,6 @@ class DeviceImages(BatchValues):
         return self.tensor()[row]
 
     def __setitem__(self, row: int, value: Any) -> None:
-        with self._codec.lane() as wait:
+        with self._codec.lane() as lane:
             self.tensor()[row].copy_(value)
-            wait()
-
-
-def _on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Make a tensor of numbers on the device, without the host waiting."""
-    made = torch.tensor(numbers)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
-
-
-def _cut(image: torch.Tensor, plan: ImagePlan, shape: tuple[int, int, int]) -> torch.Tensor:
-    """Cut the plan's region out of a (3, h, w) uint8 image, as (3, height, width) float32: bilinear, antialiased."""
-    region = plan.region
-    part = image[:, region.top : region.top + region.height, region.left : region.left + region.width]
-    whole = part.unsqueeze(0).to(torch.float32)
-    if whole.shape[-2:] != shape[:2]:
-        whole = interpolate(whole, shape[:2], mode="bilinear", antialias=True)
-    return whole[0]
+            lane.wait()

@@ -36,9 +36,9 @@ def decode_region(data: bytes | memoryview, height: int, width: int, region: Reg
         return None
     library = exact_library()
     plain = None if library is None else plain_jpeg(data)
-    if library is None or plain is None or (plain.height, plain.width) != (height, width) or not plain.one_scan:
+    if library is None or plain is None or (plain.height, plain.width) != (height, width):
         return None
-    if plain.sampling not in _SAMPLINGS:
+    if plain.sampling not in _SAMPLINGS or not plain.is_one_scan(data):
         return None
     return _decode(library, data, height, width, region, plain.sampling)
 

@@ -30,15 +30,26 @@ class PlainJpeg:
     """A whole JPEG of 8 bits, Huffman codes, one frame that is not progressive, and YCbCr in a usual subsampling.
 
     ``sampling`` is the luminance's (horizontal, vertical) factor, relative to a chrominance of (1, 1). ``exif`` is
-    where its EXIF segments' names begin, which tell decoders to turn the image. ``one_scan``: all colours are in one,
-    and the tables that they need are in the header.
+    where its EXIF segments' names begin, which tell decoders to turn the image. ``scan`` is where the first scan's
+    header begins, ``tables`` are the markers of the segments of tables before it, and where these begin and end, and
+    ``quantization`` those of its tables that the frame names.
     """
 
     height: int
     width: int
     sampling: tuple[int, int]
     exif: tuple[int, ...]
-    one_scan: bool
+    scan: int
+    tables: tuple[tuple[int, int, int], ...]
+    quantization: tuple[int, ...]
+
+    def is_one_scan(self, data: bytes | memoryview) -> bool:
+        """Return whether all colours are in one scan of these data, and the tables that they need in the header."""
+        scan = bytes(data[self.scan : self.scan + 7])
+        if len(scan) < 7 or scan[0] != _COLOURS:
+            return False
+        found = {table for marker, begin, stop in self.tables for table in _read_tables(data, begin, stop, marker << 8)}
+        return found.issuperset([*self.quantization, *_scan_tables(scan)])
 
 
 def plain_jpeg(data: bytes | memoryview) -> PlainJpeg | None:
@@ -86,7 +97,9 @@ def _find_frame(data: bytes | memoryview) -> int | None:
 def _walk(data: bytes | memoryview) -> PlainJpeg | None:
     if bytes(data[:2]) != _START or bytes(data[-2:]) != _END:
         return None
-    at, frame, exif, tables = 2, None, [], set[int]()
+    at, frame = 2, None
+    exif: list[int] = []
+    tables: list[tuple[int, int, int]] = []
     for _ in range(_MOST_SEGMENTS):
         lead, marker, length = _read_segment(data, at)
         while lead == marker == 0xFF:  # fill bytes
@@ -99,14 +112,13 @@ def _walk(data: bytes | memoryview) -> PlainJpeg | None:
             if frame is None:
                 return None
             height, width, sampling, quantization = frame
-            is_whole = data[begin] == _COLOURS and tables.issuperset(quantization + _scan_tables(data, begin))
-            return PlainJpeg(height, width, sampling, tuple(exif), is_whole)
+            return PlainJpeg(height, width, sampling, tuple(exif), begin, tuple(tables), quantization)
         if marker in _FRAMES:
             frame = _read_frame(data, begin) if marker in _PLAIN_FRAMES and frame is None else None
             if frame is None:
                 return None
         elif marker in (_QUANTIZATION, _HUFFMAN):
-            tables.update(_read_tables(bytes(data[begin:stop]), marker << 8))
+            tables.append((marker, begin, stop))
         elif marker == _EXIF_MARKER and bytes(data[begin : begin + len(_EXIF)]) == _EXIF:
             exif.append(begin)
         elif marker == _ADOBE_MARKER and _is_other_colour(data, begin, length):
@@ -115,9 +127,9 @@ def _walk(data: bytes | memoryview) -> PlainJpeg | None:
     return None
 
 
-def _read_tables(segment: bytes, kind: int) -> list[int]:
+def _read_tables(data: bytes | memoryview, begin: int, stop: int, kind: int) -> list[int]:
     """List the tables that a segment defines: ``kind``, of its marker, and number; of Huffman codes with the class."""
-    found, at = [], 0
+    segment, found, at = bytes(data[begin:stop]), [], 0
     while at < len(segment):
         head = segment[at]
         if kind == _HUFFMAN << 8:
@@ -129,13 +141,13 @@ def _read_tables(segment: bytes, kind: int) -> list[int]:
     return found
 
 
-def _scan_tables(data: bytes | memoryview, at: int) -> list[int]:
+def _scan_tables(scan: bytes) -> list[int]:
     """List the Huffman tables, as in ``_read_tables``, of a scan of three components: for DC (class 0) and AC."""
-    named = data[at + 2], data[at + 4], data[at + 6]
+    named = scan[2], scan[4], scan[6]
     return [_HUFFMAN << 8 | table for one in named for table in (one >> 4, 16 | one & 15)]
 
 
-_Frame = tuple[int, int, tuple[int, int], list[int]]
+_Frame = tuple[int, int, tuple[int, int], tuple[int, ...]]
 
 
 def _read_frame(data: bytes | memoryview, at: int) -> _Frame | None:
@@ -150,7 +162,7 @@ def _read_frame(data: bytes | memoryview, at: int) -> _Frame | None:
     sampling = factors[0] >> 4, factors[0] & 15
     if sampling not in _SAMPLINGS or factors[1:] != _COARSEST or names == _RGB:
         return None
-    return height, width, sampling, [_QUANTIZATION << 8 | table for table in tables]
+    return height, width, sampling, tuple([_QUANTIZATION << 8 | table for table in tables])
 
 
 def _is_other_colour(data: bytes | memoryview, at: int, length: int) -> bool:

@@ -38,15 +38,14 @@ def random_region(
     Ten draws of area and aspect are tried; if none fits, it is the largest centred part whose aspect is in ``ratio``.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
-    draws = rng.random((_CROP_ATTEMPTS, 2)).tolist()
-    place = rng.random(2).tolist()
-    for area_draw, aspect_draw in draws:
+    *draws, place_y, place_x = rng.random(2 * _CROP_ATTEMPTS + 2).tolist()  # one call, as each lets other threads run
+    for area_draw, aspect_draw in zip(draws[::2], draws[1::2], strict=True):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
         aspect = math.exp(low + (high - low) * aspect_draw)
         cut_width, cut_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < cut_width <= width and 0 < cut_height <= height:
-            top = int(place[0] * (height - cut_height + 1))
-            left = int(place[1] * (width - cut_width + 1))
+            top = int(place_y * (height - cut_height + 1))
+            left = int(place_x * (width - cut_width + 1))
             return Region(top, left, cut_height, cut_width)
     aspect = min(max(width / height, ratio[0]), ratio[1])
     cut_width = min(width, max(1, round(height * aspect)))

@@ -86,18 +86,12 @@ class Unusable:
 
 
 def main(descriptor: int) -> None:
-    """Work until the parent closes its end. The parent decides when a worker ends, whatever signals the group gets."""
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-    with suppress(OSError):  # where the system forbids it
-        os.nice(_NICER)
-    Thread(target=_end_with_parent, args=(descriptor, os.getppid()), name="penstock-parent").start()
+    """Work until the parent closes its end."""
+    begin_work(descriptor)
     end = socket.socket(fileno=descriptor)
     channel = Channel(end)
     try:
-        work = _load(channel.receive())
+        work = load_code(channel.receive())
         channel.send(work if isinstance(work, Unusable) else None)
         if isinstance(work, RowWork):
             _serve(channel, work)
@@ -107,16 +101,27 @@ def main(descriptor: int) -> None:
         end.detach()  # without a ResourceWarning; the process's end closes it, until when the thread waits on it
 
 
-def _load(code: Code) -> RowWork | Unusable:
+def begin_work(descriptor: int) -> None:
+    """Prepare this process: its parent, at the other end of the channel, decides when it ends, and no signal to all."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    with suppress(OSError):  # where the system forbids it
+        os.nice(_NICER)
+    Thread(target=_end_with_parent, args=(descriptor, os.getppid()), name="penstock-parent").start()
+
+
+def load_code(code: Code) -> Any:
+    """Load the work that the parent sent; ``Unusable`` where its functions cannot be found here."""
     global is_importing_main
     try:
         is_importing_main = True
         spawn.prepare(code.main)
         is_importing_main = False
-        work: RowWork = pickle.loads(code.work)
+        return pickle.loads(code.work)
     except BaseException as exc:  # noqa: BLE001 - sent to the parent, which raises it
         return Unusable(f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}")
-    return work
 
 
 def _serve(channel: Channel, work: RowWork) -> None:

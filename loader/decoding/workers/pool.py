@@ -61,7 +61,7 @@ class WorkerPool:
         self._work = _pickle("transform=", work.transform, work)
         choices = decode if isinstance(decode, Mapping) else {}
         self._needs_main = any(
-            b"__main__" in data
+            is_of_main(data)
             for data in (self._work, *(_pickle(f"decode[{name!r}]", choices[name], choices[name]) for name in choices))
         )
         self.processes = processes
@@ -82,7 +82,7 @@ class WorkerPool:
             if self._is_whole or self._is_closed():
                 return
             self._undo_start()  # of one that was interrupted, and so was its end
-            code = Code(_preparation(needs_main=self._needs_main), self._work)
+            code = Code(prepare_main(needs_main=self._needs_main), self._work)
             try:
                 for number in range(self.processes):
                     self._start_worker(number, code)
@@ -267,7 +267,12 @@ class WorkerPool:
         return self._decoders[name]
 
 
-def _preparation(*, needs_main: bool) -> dict[str, Any]:
+def is_of_main(pickled: bytes) -> bool:
+    """Return whether a pickle refers to the user's script, by the name that it has here or in a process of ours."""
+    return b"__main__" in pickled or b"__mp_main__" in pickled
+
+
+def prepare_main(*, needs_main: bool) -> dict[str, Any]:
     """Make the argument of ``multiprocessing.spawn.prepare``, so that workers find the modules that this process found.
 
     The user's script is run, under another name, only if a function is defined in it: its imports take time.

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from multiprocessing import process
 
@@ -16,7 +17,7 @@ from .channel import LOOK_S, Channel
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from penstock.loader.decoding.workers.main import main; main(int(sys.argv[1]))"
+    "from penstock.loader.{} import main; main(*map(int, sys.argv[1].split(',')))"
 )
 # A worker ends when its parent says so, whatever signals the group receives.
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM)
@@ -32,10 +33,11 @@ class Worker:
     end: InitVar[socket.socket]
     channel: Channel = field(init=False)
     decoders: set[str] = field(default_factory=set)
+    title: str = "worker process"
     _stopped_s: float = 0.0
 
     def __post_init__(self, end: socket.socket) -> None:
-        self.channel = Channel(end, self._look)
+        self.channel = Channel(end, self.look)
 
     @property
     def is_stopped(self) -> bool:
@@ -45,7 +47,7 @@ class Worker:
         except ChildProcessError:
             return False
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Check the process, each second that its thread waits. A pause of this program does not count.
 
         Raises TimeoutError where it stays suspended, and EOFError where it has ended: a child that was forked meanwhile
@@ -59,7 +61,7 @@ class Worker:
 
     def how_it_ended(self, cause: Exception) -> str:
         """Describe its end: "worker process 4711 was killed by SIGKILL"."""
-        named = f"worker process {self.process.pid}"
+        named = f"{self.title} {self.process.pid}"
         if isinstance(cause, TimeoutError):
             return f"{named} has been stopped for {STOPPED_S:.0f} s, as by SIGSTOP, and nobody continued it,"
         try:
@@ -71,26 +73,38 @@ class Worker:
         return f"{named} was killed by {signal.Signals(-code).name}"
 
 
-def start_process() -> Worker:
-    """Start a process. Raises WorkerError where the machine has no room for it."""
+def start_process(
+    module: str = "decoding.workers.main",
+    descriptors: Sequence[int] = (),
+    *,
+    title: str = "worker process",
+    cure: str = "use fewer processes=, or 0",
+) -> Worker:
+    """Start a process that runs ``main`` of a module of the loader's with its end of the channel and ``descriptors``.
+
+    Raises:
+        WorkerError: the machine has no room for it; ``cure`` says what to do then.
+    """
     ours, theirs = socket.socketpair()
     # The flags of `python` itself, so that warnings and -O are the same in the worker.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    command = [sys.executable, *flags, "-c", _BOOTSTRAP, str(theirs.fileno()), json.dumps(_module_path())]
+    passed = [theirs.fileno(), *descriptors]
+    numbers = ",".join(map(str, passed))
+    command = [sys.executable, *flags, "-c", _BOOTSTRAP.format(module), numbers, json.dumps(_module_path())]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         # A signal that is blocked here is blocked in the child from its first instruction on.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)  # which raises what came just before
-        started = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        started = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
     except BaseException as exc:
         ours.close()
         if not isinstance(exc, OSError):
             raise
-        raise WorkerError(f"a worker process cannot be started: {exc}; use fewer processes=, or 0") from exc
+        raise WorkerError(f"a {title} cannot be started: {exc}; {cure}") from exc
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-    return Worker(started, ours)
+    return Worker(started, ours, title=title)
 
 
 def _module_path() -> list[str]:

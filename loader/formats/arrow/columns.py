@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
+from ...arrow_arrays import find_nulls, unpack_bits, view_numbers
 from ...columns import AnyArray, ArrayColumn, BytesColumn, Column, IntArray, ObjectColumn
 from ...errors import FormatError
 from ..schema import NULL_SUFFIX, refuse_null_clash
@@ -43,9 +44,9 @@ def dictionary_slices(arrays: list[pa.DictionaryArray], *, text: bool) -> BytesC
             buffers.append(memoryview(b"") if data is None else memoryview(data).cast("B"))
             size += len(buffers[-1])
         begins, ends = _bounds(values)
-        rows = array.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        rows = view_numbers(array.indices).astype(np.int64)
         if array.indices.null_count:
-            rows[array.indices.is_null().to_numpy(zero_copy_only=False)] = len(values)
+            rows[find_nulls(array.indices)] = len(values)
         base = firsts[place]
         starts.append(np.append(np.where(begins < 0, -1, begins + base), -1)[rows])
         stops.append(np.append(ends + base, -1)[rows])
@@ -62,7 +63,7 @@ def _bounds(values: pa.Array) -> tuple[IntArray, IntArray]:
     offsets: IntArray = np.frombuffer(buffer, np.int64, count=len(values) + 1, offset=8 * values.offset)
     if not values.null_count:
         return offsets[:-1], offsets[1:]
-    return np.where(values.is_null().to_numpy(zero_copy_only=False), -1, offsets[:-1]), offsets[1:]
+    return np.where(find_nulls(values), -1, offsets[:-1]), offsets[1:]
 
 
 def is_shared_text(kind: pa.DataType) -> bool:
@@ -270,7 +271,7 @@ def _as_one(values: pa.Array | pa.ChunkedArray) -> pa.Array:
             values = values.chunk(0)
         elif pt.is_string(values.type) or pt.is_binary(values.type):
             # Two chunks may hold more than the 2 GiB that 32-bit offsets reach.
-            values = pa.concat_arrays(values.cast(_large(values.type)).chunks or [pa.array([], _large(values.type))])
+            values = pa.concat_arrays(values.cast(_large(values.type)).chunks or [pa.nulls(0, _large(values.type))])
         else:
             values = values.combine_chunks()
             if isinstance(values, pa.ChunkedArray):
@@ -289,7 +290,7 @@ def _dense(array: pa.Array) -> tuple[AnyArray, AnyArray | None]:
     """Values (samples, ...) and, where there are nulls, a bool array of the same shape that is true for them."""
     array = _without_encoding(array)
     kind, length = array.type, len(array)
-    missing: AnyArray | None = ~bits(array.buffers()[0], array.offset, length) if array.null_count else None
+    missing: AnyArray | None = ~unpack_bits(array.buffers()[0], array.offset, length) if array.null_count else None
     if pt.is_fixed_size_list(kind):
         values, inner = _dense(flat_values(array))
         values = values.reshape(length, kind.list_size, *values.shape[1:])
@@ -301,7 +302,7 @@ def _dense(array: pa.Array) -> tuple[AnyArray, AnyArray | None]:
         return values, inner
     data = array.buffers()[1]
     if pt.is_boolean(kind):
-        return bits(data, array.offset, length), missing
+        return unpack_bits(data, array.offset, length), missing
     dtype: np.dtype[Any] = np.dtype(_NUMPY.get(kind) or f"i{kind.bit_width // 8}")
     if data is None or length == 0:
         values = np.empty(length, dtype)
@@ -326,15 +327,6 @@ def flat_values(array: pa.FixedSizeListArray) -> pa.Array:
     return array.values.slice(array.offset * size, len(array) * size)
 
 
-def bits(buffer: pa.Buffer | None, offset: int, length: int) -> AnyArray:
-    """Arrow's packed bits as np.bool_."""
-    if buffer is None or length == 0:
-        return np.zeros(length, np.bool_)
-    first, last = offset // 8, (offset + length + 7) // 8
-    packed = np.frombuffer(buffer, np.uint8, count=last - first, offset=first)
-    return np.unpackbits(packed, bitorder="little")[offset - 8 * first :][:length].view(np.bool_)
-
-
 def slices(array: pa.Array, *, text: bool) -> BytesColumn:
     kind, length = array.type, len(array)
     if not (pt.is_fixed_size_binary(kind) or has_offsets(kind)):
@@ -348,7 +340,7 @@ def slices(array: pa.Array, *, text: bool) -> BytesColumn:
         offsets = value_offsets(array)
         starts, stops = offsets[:-1], offsets[1:]
     if array.null_count:
-        starts = np.where(bits(buffers[0], array.offset, length), starts, -1)
+        starts = np.where(unpack_bits(buffers[0], array.offset, length), starts, -1)
     data = buffers[-1]
     return BytesColumn(memoryview(b"") if data is None else memoryview(data).cast("B"), starts, stops, text)
 
@@ -435,13 +427,13 @@ def value_sizes(array: pa.Array) -> IntArray:
     if pt.is_dictionary(kind):
         return value_sizes(array.dictionary_decode())
     if pt.is_map(kind):
-        ends = np.asarray(array.offsets.to_numpy(zero_copy_only=False), dtype=np.int64)
+        ends = view_numbers(array.offsets).astype(np.int64)
         sums = np.concatenate([[0], np.cumsum(value_sizes(array.keys) + value_sizes(array.items))])
         sizes = sums[ends[1:]] - sums[ends[:-1]]
     elif is_list(kind):
         import pyarrow.compute as pc  # which takes long to import
 
-        parents = np.asarray(pc.list_parent_indices(array), dtype=np.int64)
+        parents = view_numbers(pc.list_parent_indices(array)).astype(np.int64)
         sizes = np.bincount(parents, weights=value_sizes(pc.list_flatten(array)), minlength=length)
     elif pt.is_fixed_size_list(kind):
         sizes = value_sizes(flat_values(array)).reshape(length, kind.list_size).sum(axis=1)
@@ -454,5 +446,5 @@ def value_sizes(array: pa.Array) -> IntArray:
         width = 0 if pt.is_null(kind) else 1 if pt.is_boolean(kind) else kind.bit_width // 8
         sizes = np.full(length, width, np.int64)
     if array.null_count:
-        sizes = np.where(bits(array.buffers()[0], array.offset, length), sizes, 0)
+        sizes = np.where(unpack_bits(array.buffers()[0], array.offset, length), sizes, 0)
     return np.asarray(sizes, dtype=np.int64)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from ...arrow_arrays import find_nulls, view_numbers, wrap_numbers
 from ...columns import ArrayColumn, Block, Column, IntArray, ObjectColumn
 from ...errors import FormatError
 from ..compressed import codec_of, decompress, decompressed_pieces, hidden_codec
@@ -57,7 +58,7 @@ class JsonColumn(ObjectColumn):
     """Values whose types differ from row to row: kept as JSON text, parsed when they are taken."""
 
     def take(self, rows: IntArray) -> list[Any]:
-        texts = self.values.take(pa.array(rows)).to_pylist()
+        texts = self.values.take(wrap_numbers(rows)).to_pylist()
         return [None if text is None else json.loads(text) for text in texts]
 
 
@@ -157,15 +158,17 @@ def _columns(name: str, array: pa.Array, kind: JsonType, *, nulls: bool) -> dict
     if kind == "any":
         return {name: JsonColumn(array)}
     if kind == "float":
-        return {name: ArrayColumn(array.to_numpy(zero_copy_only=False))}
+        numbers = view_numbers(array)
+        return {name: ArrayColumn(np.where(find_nulls(array), np.nan, numbers) if array.null_count else numbers)}
     if kind not in _MARKED:
         return {name: ObjectColumn(array)}
     if not nulls:
-        return {name: ArrayColumn(array.to_numpy(zero_copy_only=False))}
-    zero = pa.scalar(False if kind == "bool" else 0, array.type)
+        return {name: ArrayColumn(view_numbers(array))}
+    missing = find_nulls(array)
+    numbers = view_numbers(array)
     return {
-        name: ArrayColumn(array.fill_null(zero).to_numpy(zero_copy_only=False)),
-        name + NULL_SUFFIX: ArrayColumn(np.asarray(array.is_null().to_numpy(zero_copy_only=False))),
+        name: ArrayColumn(np.where(missing, np.zeros(1, numbers.dtype), numbers)),
+        name + NULL_SUFFIX: ArrayColumn(missing),
     }
 
 

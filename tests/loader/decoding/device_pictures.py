@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from photographs import photograph
 from PIL import Image
 
 from penstock.loader import DistributedDataLoader, ImageDecoder, pack
-from penstock.loader.decoding.images.device_codec import Wait
+from penstock.loader.decoding.images.device_codec import Lane
 
 PHOTOS = [photograph(name) for name in ("china.jpg", "flower.jpg")]
 SIZES = [(320, 240), (240, 320), (257, 201), (64, 48), (500, 375)]
@@ -69,20 +70,24 @@ class HostCodec:
         self.largest = 0
         self.refused: set[tuple[int, int]] = set()  # heights and widths
         self.error: type[RuntimeError] = RuntimeError
+        self.turn = threading.Lock()
         self.lanes = 0
         self.is_idle = False
 
     @contextmanager
-    def lane(self) -> Iterator[Wait]:
+    def lane(self) -> Iterator[Lane]:
         self.lanes += 1
         self.is_idle = True
         try:
-            yield self._wait
+            yield self
         finally:
             self.lanes -= 1
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         self.is_idle = True
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def decode(self, streams: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         assert self.lanes, "decoding on no lane"

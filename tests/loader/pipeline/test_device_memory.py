@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from device_pictures import encode, photo
@@ -186,6 +188,26 @@ def test_images_are_decoded_into_the_memory_that_the_device_copies_from(tmp_path
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one["jpg"], other["jpg"])
         assert other["jpg"].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("columns", [["vector"], ["one", "two", "three"], ["vector", "one"]])
+def test_rows_of_tables_are_gathered_into_the_memory_that_the_device_copies_from(
+    tmp_path: Path, packed: list[int], columns: list[str]
+):
+    """Only fields of a few KiB, here one of numbers beside a wide one, are copied once more."""
+    draw, count = np.random.default_rng(0), 6000
+    numbers = {name: pa.array(draw.integers(0, 1 << 40, count)) for name in ("one", "two", "three")}
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(draw.random(count * 32), pa.float32()), 32)
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({**numbers, "vector": vectors}), tmp_path / "data" / "0.parquet", row_group_size=500)
+    options = {"batch_size": 2000, "seed": 1, "columns": columns}
+    with DistributedDataLoader(str(tmp_path / "data"), **options) as loader:
+        expected = list(loader)
+    with DistributedDataLoader(str(tmp_path / "data"), **options, device="cuda:0") as loader:
+        found = list(loader)
+    assert len(expected) == len(found) == 3
+    assert all(torch.equal(one[name], other[name]) for one, other in zip(expected, found, strict=True) for name in one)
+    assert max(packed, default=0) < 64 * KIB
 
 
 def test_what_a_users_function_returns_may_be_changed_later(tmp_path: Path, packed: list[int]):

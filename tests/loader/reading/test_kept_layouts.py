@@ -110,6 +110,19 @@ def test_layouts_of_two_ranks_are_kept_together(folder: Path, walks: list[Any]) 
     assert not walks
 
 
+def test_data_sets_of_equal_shapes_keep_layouts_of_their_own(folder: Path, walks: list[Any]) -> None:
+    twin = folder.with_name("twin")
+    twin.mkdir()
+    for shard in range(2):
+        (twin / f"{shard}.tar").write_bytes(tar_of(20, shard, salt=b"salt"))
+    if (folder / "penstock-manifest.arrow").exists():
+        index(twin)
+    first = [rows_of(each) for each in (folder, twin)]
+    walks.clear()
+    assert [rows_of(each) for each in (folder, twin)] == first
+    assert not walks
+
+
 def test_of_values_that_were_rewritten_the_new_ones_are_read(folder: Path, walks: list[Any]) -> None:
     has_sums = (folder / "penstock-manifest.arrow").exists()
     first = rows_of(folder)

@@ -37,7 +37,7 @@ def stages(source: object, **options: Any) -> dict[str, str]:
 
 def test_a_plain_loader_is_described_in_eight_lines_in_the_order_of_the_pipe(folder: Path) -> None:
     found = stages(str(folder / "web"))
-    assert list(found) == ["source", "order", "read", "open", "decode", "batch", "queue", "device"]
+    assert list(found) == ["source", "order", "read", "open", "decode", "batch", "queue", "place", "device"]
     assert found["source"].startswith(f"{folder}/web/: 50 samples in 1 chunk of 1 shard, ")
     assert found["source"].endswith(" of parquet")
     assert found["order"].startswith("shuffled by seed 0, in 16 lanes ('auto': 4 a rank, at least 16), windows of ")

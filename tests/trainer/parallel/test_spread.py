@@ -51,9 +51,9 @@ def test_what_does_not_fit_together_is_named_in_the_first_step(tmp_path: Path) -
             assert re.search(words, found[name], re.DOTALL), (name, found[name])
 
 
-TWO_GPUS = [
+ON_CUDA = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL has one rank on each"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here"),
 ]
 PARTS = {"pp": 2, "microbatches": 6}
 
@@ -61,20 +61,19 @@ PARTS = {"pp": 2, "microbatches": 6}
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(
-            [{"tp": 2}, {"tp": 2, "zero": 3}, {"cp": 2}, {"cp": 2, "zero": 2}], marks=TWO_GPUS, id="tp and cp"
-        ),
+        pytest.param([{"tp": 2}, {"tp": 2, "zero": 3}, {"cp": 2}, {"cp": 2, "zero": 2}], marks=ON_CUDA, id="tp and cp"),
         pytest.param(
             [PARTS, {**PARTS, "zero": 2}, {**PARTS, "schedule": "Interleaved1F1B"}, {**PARTS, "schedule": "DualPipeV"}],
-            marks=TWO_GPUS,
+            marks=ON_CUDA,
             id="pp",
         ),
-        pytest.param([{"ep": 2}, {"ep": 2, "zero": 3}], marks=TWO_GPUS, id="ep"),
+        pytest.param([{"ep": 2}, {"ep": 2, "zero": 3}], marks=ON_CUDA, id="ep"),
     ],
 )
-def test_two_gpus_train_what_one_process_trains(
+def test_two_ranks_on_cuda_train_what_one_process_trains(
     world: World, tmp_path: Path, layouts: Sequence[Mapping[str, Any]]
 ) -> None:
+    """On a GPU each where there are two; else on one."""
     done = run_program(Path(__file__).with_name("spread_run.py"), 2, str(tmp_path / "gpus"), json.dumps(layouts))
     assert done.returncode == 0, done.stderr[-4000:]
     model = make_mixture if "ep" in layouts[0] else make_model

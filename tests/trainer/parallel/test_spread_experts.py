@@ -10,9 +10,12 @@ import pytest
 import torch
 from launch_ranks import run_ranks
 from tied_model import whole_state
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from penstock.trainer import ArrayLoader, DistributedTrainer, TrainerConfig, TrainerConfigError, World, open_mesh
 from penstock.trainer.options import build_config
+from penstock.trainer.parallel.checks.limits import updating_alike
 from penstock.trainer.recipes.experts import ExpertsConfig
 from penstock.trainer.recipes.llama import Llama, next_token_loss
 from penstock.trainer.recipes.llama_config import LlamaConfig
@@ -32,6 +35,23 @@ def rows() -> dict[str, torch.Tensor]:
         "document_ids": torch.zeros(10, 13, dtype=torch.long),
         "loss_mask": mask,
     }
+
+
+@pytest.mark.parametrize(("given", "settled"), [(None, False), (True, True), (False, False)])
+def test_what_is_cut_otherwise_is_updated_one_by_one_unless_the_optimizer_says_more(
+    world: World, given: bool | None, settled: bool
+) -> None:
+    """On CUDA optimizers take several parameters at once by default, and torch's operations take no mix."""
+    mesh = init_device_mesh("cpu", (1,))
+    cut, whole = (
+        torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)])),
+        torch.nn.Parameter(torch.ones(2)),
+    )
+    groups = [{"params": [cut, whole]}, {"params": [torch.nn.Parameter(torch.ones(2))]}]
+    optimizer = torch.optim.AdamW(groups, foreach=given)
+    with updating_alike(optimizer):
+        assert [group["foreach"] for group in optimizer.param_groups] == [settled, given]
+    assert [group["foreach"] for group in optimizer.param_groups] == [given, given]
 
 
 class Norms:

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server_cluster import COPY_FAULTS, FAULTS, Cluster, adding, few_buckets
 
+from penstock.trainer.server import client as client_module
 from penstock.trainer.server.policies import AnyPolicy, Asp, Bsp, Quorum, Ssp
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small() -> Iterator[None]:
-    with few_buckets():
+    with few_buckets(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_module, "MESSAGE_BYTES", 24)
         yield
 
 
@@ -58,11 +60,19 @@ def check_sum(cluster: Cluster, count: int) -> None:
     st.integers(1, 3),
     st.integers(1, 4),
     st.lists(st.sampled_from(COPY_FAULTS), max_size=60),
+    st.booleans(),
 )
 def test_k_pushes_of_v_sum_to_k_v_through_any_faults(
-    faults: list[str], policy: AnyPolicy, is_replicated: bool, workers: int, steps: int, copy_faults: list[str]
+    faults: list[str],
+    policy: AnyPolicy,
+    is_replicated: bool,
+    workers: int,
+    steps: int,
+    copy_faults: list[str],
+    sends_at_once: bool,
 ) -> None:
-    cluster = Cluster(adding(policy=policy), shards=3 if steps == 4 else 2, is_replicated=is_replicated)
+    shards = 3 if steps == 4 else 2
+    cluster = Cluster(adding(policy=policy), shards, is_replicated=is_replicated, sends_at_once=sends_at_once)
     cluster.copy_faults = iter(copy_faults)
     cluster.start = _with_faults(cluster, faults)  # type: ignore[method-assign]
     train(cluster, steps, workers)
@@ -101,7 +111,7 @@ def test_parts_are_kept_until_a_checkpoint_and_not_longer() -> None:
     assert client.kept > 0
     cluster.checkpoint()
     client.push(V)
-    assert client.kept == sum(map(len, [client._pieces]))  # one part a bucket: that of the last push
+    assert client.kept == len(client._dense)  # one part a bucket: that of the last push
     for name in list(cluster.shards):
         cluster.kill(name)
     client.push(V)

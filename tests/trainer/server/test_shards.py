@@ -15,7 +15,7 @@ from server_cluster import SCHEMA, Cluster, adding, few_buckets
 from penstock.trainer.errors import NoQuorumError, NotJoinedError, ServerError, ServerRefusedError
 from penstock.trainer.server import snapshots
 from penstock.trainer.server.client import ClientConfig
-from penstock.trainer.server.messages import Advance, Create, Header, Join, Leave, Part, Pull, Push, Pushed
+from penstock.trainer.server.messages import Advance, Create, Header, Join, Leave, Outcome, Pull, Push, Pushed
 from penstock.trainer.server.optimizers import AdamW, RowWiseAdagrad, Sgd
 from penstock.trainer.server.payloads import CodecConfig, Payload, decode, encode
 from penstock.trainer.server.placement import bucket_of_piece, buckets_of_rows
@@ -32,7 +32,7 @@ def small() -> Iterator[None]:
 
 HEADER = Header(run="r", schema=SCHEMA.digest, worker="a")
 with few_buckets():
-    B = bucket_of_piece("b", 0)
+    B, W = bucket_of_piece("b", 0), bucket_of_piece("w", 0)
 ONES = torch.ones(2)
 TWO_ROWS = encode(torch.ones(2, 2), CodecConfig())
 
@@ -48,8 +48,20 @@ def shard_of(config: ServerConfig | None = None, workers: str = "a") -> Shard:
 
 
 def push(sequence: int = 1, values: torch.Tensor = ONES, *, worker: str = "a", **changes: object) -> Push:
-    part = Part(bucket=B, sequence=sequence, base=0, pieces={("b", 0): encode(values, CodecConfig())})
-    return replace(Push(header=replace(HEADER, worker=worker), step=0, parts=(part,)), **changes)
+    request = Push(
+        header=replace(HEADER, worker=worker),
+        step=0,
+        buckets=np.array([B]),
+        sequences=np.array([sequence]),
+        bases=np.array([0]),
+        pieces={("b", 0): encode(values, CodecConfig())},
+    )
+    return replace(request, **changes)  # type: ignore[arg-type]
+
+
+def with_piece(key: tuple[str, int], payload: Payload) -> Push:
+    """A push that has one more piece than is right."""
+    return push(pieces={**push().pieces, key: payload})
 
 
 def held(shard: Shard) -> list[float]:
@@ -67,42 +79,25 @@ BAD = {
     "a NaN": (push(values=torch.tensor([1.0, float("nan")])), "1 of 2 values"),
     "an infinity": (push(values=torch.tensor([float("inf"), 0.0])), "piece 0 of 'b'.*infinite"),
     "a weight": (push(weight=0.0), "weight 0.0"),
-    "no such tensor": (
-        push(parts=(Part(bucket=B, sequence=1, base=0, pieces={("x", 0): encode(ONES, CodecConfig())}),)),
-        "no tensor 'x'",
-    ),
-    "no such piece": (
-        push(parts=(Part(bucket=B, sequence=1, base=0, pieces={("b", 1): encode(ONES, CodecConfig())}),)),
-        "pieces 0 to 0",
-    ),
-    "another bucket": (
-        push(parts=(Part(bucket=(B + 1) % 16, sequence=1, base=0, pieces={("b", 0): encode(ONES, CodecConfig())}),)),
+    "no such tensor": (with_piece(("x", 0), encode(ONES, CodecConfig())), "no tensor 'x'"),
+    "no such piece": (with_piece(("b", 1), encode(ONES, CodecConfig())), "pieces 0 to 0"),
+    "another bucket": (push(buckets=np.array([(B + 1) % 16])), f"no part for bucket {B}"),
+    "a bucket that is none": (push(buckets=np.array([16])), "from 0 to 15"),
+    "parts without sequences": (push(sequences=np.array([], np.int64)), "as many sequences"),
+    "a bucket twice": (push(buckets=np.array([B, B]), sequences=np.array([1, 2]), bases=np.array([0, 0])), "distinct"),
+    "a piece that was not created": (
+        push(
+            buckets=np.array(sorted((B, W))),
+            sequences=np.array([1, 1]),
+            bases=np.array([0, 0]),
+            pieces={**push().pieces, ("w", 0): encode(torch.ones(5), CodecConfig())},
+        ),
         "create it first",
     ),
-    "ids out of order": (
-        push(
-            parts=(
-                Part(
-                    bucket=B,
-                    sequence=1,
-                    base=0,
-                    rows={"t": (np.array([5, 4]), TWO_ROWS)},
-                ),
-            )
-        ),
-        "ascending",
-    ),
+    "ids out of order": (push(rows={"t": (np.array([5, 4]), TWO_ROWS)}), "ascending"),
+    "ids of another bucket": (push(rows={"t": (np.arange(2), TWO_ROWS)}), "some of the 2 ids"),
     "short bytes": (
-        push(
-            parts=(
-                Part(
-                    bucket=B,
-                    sequence=1,
-                    base=0,
-                    pieces={("b", 0): Payload(codec="fp32", shape=(2,), data=np.zeros(7, np.uint8))},
-                ),
-            )
-        ),
+        push(pieces={("b", 0): Payload(codec="fp32", shape=(2,), data=np.zeros(7, np.uint8))}),
         "7 bytes, and not 8",
     ),
 }
@@ -112,11 +107,6 @@ BAD = {
 def test_a_bad_push_is_refused_by_name_and_nothing_of_it_applied(name: str) -> None:
     request, message = BAD[name]
     shard = shard_of()
-    good = push().parts[0]
-    request = replace(
-        request,
-        parts=(replace(good, sequence=1), *(replace(one, sequence=1 + (one.bucket == B)) for one in request.parts)),
-    )
     before = {number: shard.snapshot(number) for number in shard.buckets}
     with pytest.raises(ServerRefusedError, match=message):
         shard.handle(request, 0.0)
@@ -139,17 +129,16 @@ def test_outcomes_say_what_a_shard_has() -> None:
     def outcome(request: Push) -> tuple[str, int]:
         reply = shard.handle(request, 0.0)
         assert isinstance(reply, Pushed)
-        (ack,) = reply.acks.values()
-        return ack.outcome, ack.sequence
+        return Outcome(reply.outcomes[0]).name, int(reply.sequences[0])
 
-    assert outcome(push(2)) == ("gap", 0)
-    assert outcome(push(1)) == ("applied", 1)
-    assert outcome(push(1)) == ("duplicate", 1)
-    assert outcome(push(3)) == ("gap", 1)
-    assert outcome(push(2)) == ("applied", 2)
+    assert outcome(push(2)) == ("GAP", 0)
+    assert outcome(push(1)) == ("APPLIED", 1)
+    assert outcome(push(1)) == ("DUPLICATE", 1)
+    assert outcome(push(3)) == ("GAP", 1)
+    assert outcome(push(2)) == ("APPLIED", 2)
     assert held(shard) == [2, 2]
     shard.release(B)
-    assert outcome(push(3)) == ("moved", 0)
+    assert outcome(push(3)) == ("MOVED", 0)
 
 
 def test_a_new_incarnation_counts_from_one_and_fences_the_old() -> None:
@@ -274,15 +263,9 @@ def test_a_shard_behaves_as_its_naive_twin(data: st.DataObject) -> None:
             gradients = torch.full((len(ids), 2), amount)
             if action == "refused":
                 gradients = torch.full((len(ids) + 1, 2), amount)
-            part = Part(
-                bucket=B,
-                sequence=sequence,
-                base=0,
-                pieces={("b", 0): encode(amount * ONES, CodecConfig())},
-                rows={"t": (ids, encode(gradients, CodecConfig()))},
-            )
             is_new = sequence == seen[worker] + 1
-            request = Push(header=replace(HEADER, worker=worker), step=0, parts=(part,))
+            rows_of = {"t": (ids, encode(gradients, CodecConfig()))}
+            request = push(sequence, amount * ONES, worker=worker, rows=rows_of)
             if action == "refused" and is_new:
                 with pytest.raises(ServerRefusedError):
                     shard.handle(request, 0.0)
@@ -413,7 +396,7 @@ def test_a_pull_returns_what_is_new_only() -> None:
 
     client._call_once = count
     assert client.pull()["b"].tolist() == [1, 1]
-    assert sum(seen) == len(client._pieces[B])
+    assert sum(seen) == sum(number == B for number in client._bucket_of.values())
 
 
 def test_a_client_sends_nothing_that_is_not_finite_or_of_another_shape() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from ...errors import TrainerConfigError
@@ -114,6 +115,26 @@ def check_optimizer(optimizer: torch.optim.Optimizer, key: str) -> None:
 def _without(key: str) -> str:
     name = key.partition("=")[0]
     return f"{name}=0" if name == "parallel.zero" else f"{name}=1"
+
+
+@contextmanager
+def updating_alike(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an update take parameters one by one in groups where some are cut, or cut otherwise than others.
+
+    On CUDA optimizers take several at once by default, and torch's operations for that take one kind of tensor only.
+    """
+    changed = []
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in group["params"]}
+            if len(meshes) > 1:
+                group["foreach"] = False
+                changed.append(group)
+    try:
+        yield
+    finally:
+        for group in changed:
+            group["foreach"] = None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,12 @@ import torch
 from device_pictures import RANDOM, batches, encode, load, photo, psnr, turned
 
 from penstock.loader.decoding.images import device_images
+from penstock.loader.decoding.images.device_cuts import COLUMNS, Cut, make_table
 from penstock.loader.decoding.images.device_images import DeviceFallbackWarning
+from penstock.loader.decoding.images.device_resize import SlowResizeWarning, choose_resize, resize_each
+from penstock.loader.decoding.images.images import ImagePlan
 from penstock.loader.decoding.images.jpeg_stream import plain_jpeg
+from penstock.loader.decoding.images.regions import Region
 
 
 @pytest.mark.parametrize("layout", ["chw", "hwc"])
@@ -93,6 +98,71 @@ def test_images_are_decoded_in_groups_of_bounded_size(pictures, codec, monkeypat
     assert all(torch.equal(one["jpg"], other["jpg"]) for one, other in zip(expected, grouped, strict=True))
 
 
+def test_a_group_is_resized_by_one_call(pictures, codec, monkeypatch):
+    calls = []
+
+    def resize(cuts: Sequence[Cut], pixels: torch.Tensor) -> None:
+        calls.append(len(cuts))
+        resize_each(cuts, pixels)
+
+    expected = batches(pictures, on_device=True)
+    codec.calls.clear()
+    monkeypatch.setattr(device_images, "choose_resize", lambda device: resize)
+    found = batches(pictures, on_device=True)
+    assert all(torch.equal(one["jpg"], other["jpg"]) for one, other in zip(expected, found, strict=True))
+    assert sorted(calls) == sorted(codec.calls)
+
+
+def draw_cuts(random: np.random.Generator, rows: Sequence[int], most: int) -> list[Cut]:
+    cuts = []
+    for row in rows:
+        height, width = random.integers(1, most, 2).tolist()
+        image = torch.from_numpy(random.integers(0, 256, (3, height, width), np.uint8))
+        if row % 3 == 2:
+            image = torch.from_numpy(random.integers(0, 256, (height, width, 3), np.uint8)).movedim(-1, 0)
+        region_height, region_width = (int(random.integers(1, side + 1)) for side in (height, width))
+        top, left = int(random.integers(height - region_height + 1)), int(random.integers(width - region_width + 1))
+        region = Region(top, left, region_height, region_width)
+        cuts.append(Cut(image, ImagePlan(height, width, region, bool(random.integers(2))), row))
+    return cuts
+
+
+def test_a_table_of_cuts_leads_to_each_pixel_of_their_regions():
+    cuts = draw_cuts(np.random.default_rng(0), range(9), 20)
+    for (image, plan, row), line in zip(cuts, make_table(cuts), strict=True):
+        named = dict(zip(COLUMNS, line.tolist(), strict=True))
+        assert (named["row"], bool(named["flip"])) == (row, plan.flip)
+        part = plan.region
+        inside = image[:, part.top : part.top + part.height, part.left : part.left + part.width]
+        for channel, y, x in np.ndindex(3, named["height"], named["width"]):
+            at = named["address"] + channel * named["channel"] + y * named["line"] + x * named["pixel"]
+            assert ctypes.c_uint8.from_address(at).value == inside[channel, y, x]
+        assert inside.shape == (3, named["height"], named["width"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_where_the_kernel_is_not_to_be_had_images_are_resized_one_by_one_and_it_says_why():
+    choose_resize.cache_clear()
+    with pytest.warns(SlowResizeWarning, match="cuda:0 resizes decoded images one by one, .* Triton and a C compiler"):
+        assert choose_resize(torch.device("cuda:0")) is resize_each
+    choose_resize.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here")
+def test_on_a_real_device_one_kernel_resizes_as_torch_does():
+    random, device = np.random.default_rng(1), torch.device("cuda", torch.cuda.current_device())
+    resize = choose_resize(device)
+    assert resize is not resize_each
+    for most, (height, width) in ((60, (17, 30)), (500, (224, 224)), (900, (64, 96)), (40, (1, 1)), (90, (33, 1))):
+        rows = sorted(random.choice(40, 30, replace=False).tolist())
+        cuts = [Cut(image.to(device), plan, row) for image, plan, row in draw_cuts(random, rows, most)]
+        one, other = (torch.full((40, height, width, 3), 9, dtype=torch.uint8, device=device) for _ in range(2))
+        resize(cuts, one)
+        resize_each(cuts, other)
+        assert (one.to(torch.int16) - other.to(torch.int16)).abs().max() <= 1
+
+
 def test_plain_jpegs_are_told_from_others():
     one = photo(0)
     for data in (
@@ -136,6 +206,7 @@ def test_on_a_real_device_batches_are_close_to_the_cpus_and_memory_stays_flat(pi
     pytest.importorskip("torchcodec", reason="needs torchcodec, which decodes JPEGs on the device")
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeviceFallbackWarning)
+        warnings.simplefilter("error", SlowResizeWarning)
         on_device = batches(pictures, on_device=True, device="cuda")
     for one, other in zip(batches(pictures, on_device=False), on_device, strict=True):
         assert other["jpg"].device.type == "cuda"
@@ -177,12 +248,12 @@ def test_on_a_real_device_a_late_resize_still_sees_its_images(pictures, monkeypa
     pytest.importorskip("torchcodec", reason="needs torchcodec, which decodes JPEGs on the device")
     monkeypatch.setattr(device_images, "_GROUP_IMAGES", 2)
     expected = batches(pictures, on_device=True, device="cuda")
-    cut = device_images._cut
+    resize = device_images.choose_resize(torch.device("cuda", torch.cuda.current_device()))
 
-    def cut_late(*given: Any) -> torch.Tensor:
+    def resize_late(cuts: Sequence[Cut], pixels: torch.Tensor) -> None:
         torch.cuda._sleep(20_000_000)
-        return cut(*given)
+        resize(cuts, pixels)
 
-    monkeypatch.setattr(device_images, "_cut", cut_late)
+    monkeypatch.setattr(device_images, "choose_resize", lambda device: resize_late)
     for one, other in zip(expected, batches(pictures, on_device=True, device="cuda"), strict=True):
         assert torch.equal(one["jpg"], other["jpg"])

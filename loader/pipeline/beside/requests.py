@@ -1,0 +1,67 @@
+"""The messages between the training process and the loader's process, but for the batches."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..tuning import PipelineOptions
+
+# Messages beside the calls: the kind, the numbers of the pipeline and of a slot, its size, and how much of it is used.
+MESSAGE = struct.Struct("<5q")
+NEW, FREE, GONE, BATCH, FAILED = range(5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The name of what is to be delivered: batches from ``position`` of ``epoch`` on, of a share of an order.
+
+    It says all that decides them, and nothing of who asks or of what came before, so that any process may answer it:
+    the data set's fingerprint, the ``order`` as a loader's state has it, the rank's share of global batches, and
+    ``work``, a digest of what decodes and transforms.
+    """
+
+    fingerprint: str
+    order: Mapping[str, Any]
+    epoch: int
+    position: int
+    rank: int
+    world_size: int
+    global_batch_size: int
+    weights: Sequence[float] | None
+    work: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Begin pipeline number ``generation``, with ``slots`` to fill; ``is_traced``: its spans are wanted."""
+
+    generation: int
+    request: Request
+    options: PipelineOptions
+    slots: Sequence[int]
+    is_traced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the pipeline, if one runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Record what threads do from now on, or answer with the spans since that was asked for."""
+
+    is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning that was given in the loader's process."""
+
+    warning: bytes
+    path: str
+    line: int

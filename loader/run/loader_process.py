@@ -1,0 +1,258 @@
+"""The main function of a loader's process: it runs the pipelines that the training process asks for, one at a time."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from ...storage.observability.counts import count_running, count_store
+from ...storage.observability.timeline import Timeline
+from ...storage.threads.interruptible import Thread
+from ..counters import Counters
+from ..decoding.workers.channel import Channel
+from ..decoding.workers.main import Unusable, begin_work, load_code
+from ..errors import ConfigError, LoaderClosedError
+from ..pipeline.assembler import Start
+from ..pipeline.beside.board import Board, Report
+from ..pipeline.beside.failures import describe_failure
+from ..pipeline.beside.frames import Frame
+from ..pipeline.beside.requests import BATCH, FAILED, GONE, MESSAGE, NEW, Begin, End, Trace, Warned
+from ..pipeline.beside.slots import FilledSlot
+from ..sources.opening import open_sources
+from .assembly import make_sampler
+from .place import Work
+from .resources import Resources
+from .run import Run
+
+if TYPE_CHECKING:
+    from ..pipeline.assembler import Delivery
+    from ..pipeline.pipeline import Pipeline
+
+_REPORT_S = 0.05
+_PATIENCE_S = 0.5  # for a batch that is being made when the pipeline ends
+_MOST_WARNINGS = 100
+_BY_THE_LOOP = ("batches", "samples", "first_batch_s", "consumer_wait_s", "consumer_busy_s")  # counts them itself
+
+
+def main(descriptor: int, feed: int, board: int) -> None:
+    """Answer calls until the parent closes its end. The parent decides when this ends, whatever signals come."""
+    begin_work(descriptor)
+    end = socket.socket(fileno=descriptor)
+    channel = Channel(end)
+    server: Server | None = None
+    with suppress(EOFError, ConnectionError):
+        work = load_code(channel.receive())
+        if not isinstance(work, Unusable):
+            try:
+                server = Server(work, socket.socket(fileno=feed), Board(board))
+            except Exception as exc:  # noqa: BLE001 - raised where the loop waits for its first batch
+                work = describe_failure(exc)
+        channel.send(None if server is not None else work)
+        while server is not None:
+            channel.send(server.answer(channel.receive()))
+    # The parent is gone or needs no more: a thread of ``begin_work`` gives half a second for what follows.
+    if server is not None:
+        with suppress(Exception):
+            server.close()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(0)
+
+
+class Server:
+    """Answers a training process. Its main thread answers calls; others take slots, fill them, and report.
+
+    Mutable state: the run with its pipeline, its slots and which of them are free, what was sent of which pipeline, and
+    the warnings that are to be sent.
+    """
+
+    def __init__(self, work: Work, feed: socket.socket, board: Board) -> None:
+        config, counters, resources = work.config, Counters(), Resources()
+        sources = resources.store = open_sources(config, counters)
+        self._run = Run(config, sources, make_sampler(config, sources), resources, counters)
+        self._work = work.digest
+        self._feed = feed
+        self._board = board
+        self._slots: dict[int, FilledSlot] = {}
+        self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._generation = 0
+        self._sent = 0
+        self._warned: list[Warned] = []
+        self._sender: Thread | None = None
+        self._timeline: Timeline | None = None
+        self._changing = threading.Lock()
+        self._filling = threading.Lock()  # held while a slot is filled, and before the other
+        warnings.simplefilter("default")
+        warnings.showwarning = self._keep_warning  # type: ignore[assignment]
+        Thread(target=self._take_slots, name="penstock-slots").start()
+        Thread(target=self._report_on, name="penstock-report").start()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def answer(self, question: Any) -> Any:
+        """Answer a call; an error is an answer, too."""
+        try:
+            if isinstance(question, Begin):
+                return self._begin(question)
+            if isinstance(question, Trace):
+                return self._trace(is_on=question.is_on)
+            assert isinstance(question, End)
+            return self._end()
+        except BaseException as exc:  # noqa: BLE001 - raised in the training process
+            return describe_failure(exc)
+
+    def _begin(self, begin: Begin) -> None:
+        self._end()
+        request, run = begin.request, self._run
+        if request.work != self._work:
+            raise ConfigError("the loader's process was asked for batches that other functions make than its own")
+        if begin.is_traced and run.counters.timeline is None:
+            self._trace(is_on=True)
+        sampler = run.sampler
+        sampler.load(sampler.check_state(request.order))
+        size, weights = request.global_batch_size, request.weights
+        share = replace(sampler.share, global_batch_size=size, weights=weights)
+        if share != sampler.share:
+            sampler.schedule.set_share(share, (request.epoch, request.position))
+        start = Start(order=sampler.order, share=share, epoch=request.epoch, position=request.position)
+        with self._filling, self._changing:
+            self._generation, self._sent = begin.generation, 0
+            self._free = queue.SimpleQueue()
+            for number in begin.slots:
+                if number in self._slots:
+                    self._free.put(number)
+        if run.resources.workers is not None:
+            run.resources.workers.start()
+        pipeline = run.resources.pipeline = run.make_pipeline(start, begin.options, self._board.read_waits)
+        pipeline.start()
+        self._sender = Thread(target=self._send, args=(pipeline, self._free), name="penstock-send")
+        self._sender.start()
+
+    def _end(self) -> None:
+        pipeline, sender = self._run.resources.pipeline, self._sender
+        with self._filling:  # a sender that is kept by a function of the user's fills no slot when that is over
+            ended, self._free = self._free, queue.SimpleQueue()
+        ended.put(None)
+        if pipeline is not None:
+            pipeline.stop()
+        if sender is not None:
+            sender.join(_PATIENCE_S)
+        self._run.resources.stop_pipeline()
+        self._sender = None
+
+    def _trace(self, *, is_on: bool) -> list[tuple[int, str, str, float, float]]:
+        before = self._run.counters.timeline
+        self._run.counters.timeline = Timeline() if is_on else None
+        return [] if before is None else before.spans()
+
+    def close(self) -> None:
+        """End the pipeline and release what the loader holds."""
+        self._free.put(None)
+        self._run.resources.close()
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def _take_slots(self) -> None:
+        """Receive slots, and learn which are free again, until the other end is closed."""
+        with suppress(OSError):
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(self._feed, MESSAGE.size, 1)
+                if not data:
+                    return
+                kind, generation, number, _, _ = MESSAGE.unpack(data)
+                with self._changing:
+                    if kind == NEW:
+                        self._slots[number] = FilledSlot(number, descriptors[0])
+                    if kind == GONE:
+                        self._slots.pop(number).close()
+                    elif generation == self._generation:
+                        self._free.put(number)
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def _send(self, pipeline: Pipeline, free: queue.SimpleQueue[int | None]) -> None:
+        """Put deliveries into free slots, in order, until the pipeline ends or fails."""
+        while (number := free.get()) is not None:
+            try:
+                item = pipeline.get()
+                frame = self._frame_of(item)
+                kind = BATCH
+                if not item.is_end:
+                    self._run.counters.add(batches=1, samples=len(item.ids))
+            except BaseException as exc:  # noqa: BLE001 - raised where the loop waits for this batch
+                if isinstance(exc, LoaderClosedError) and pipeline.is_stopped:
+                    return
+                frame, kind = Frame((describe_failure(exc), self._take_warnings()), None), FAILED
+            with self._filling:
+                if free is not self._free:
+                    return
+                slot = self._slots[number]
+                frame.write(slot.fit(frame.nbytes))
+                self._sent += 1
+                self._report()
+                with suppress(OSError):  # the other end is closed, and this process ends
+                    self._feed.send(MESSAGE.pack(kind, self._generation, number, slot.nbytes, frame.nbytes))
+            if kind == FAILED:
+                return
+            del item, frame  # while this waits for another it keeps no batch
+
+    def _frame_of(self, item: Delivery) -> Frame:
+        warned = self._take_warnings()
+        try:
+            return Frame((replace(item, batch=None), warned), item.batch)
+        except Exception as exc:
+            raise ConfigError(
+                f"a batch cannot be sent from the loader's process to the training process ({exc}); have transform= "
+                "and collate= return tensors, arrays and objects that can be pickled, or use place='threads'"
+            ) from exc
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def _keep_warning(self, message: Warning | str, category: Any, path: str, line: int, *_: Any) -> None:
+        with suppress(Exception):
+            warning = message if isinstance(message, Warning) else category(message)
+            if len(self._warned) < _MOST_WARNINGS:
+                self._warned.append(Warned(pickle.dumps(warning), path, line))
+
+    def _take_warnings(self) -> list[Warned]:
+        warned, self._warned = self._warned, []
+        return warned
+
+    def _report_on(self) -> None:
+        while True:
+            time.sleep(_REPORT_S)
+            self._report()
+
+    def _report(self) -> None:
+        run = self._run
+        pipeline, store = run.resources.pipeline, run.resources.store
+        totals = run.counters.totals().to_dict()
+        for name in _BY_THE_LOOP:
+            del totals[name]
+        levels: Mapping[str, Any] = {}
+        activity: Mapping[str, Any] = {}
+        if pipeline is not None and not pipeline.is_stopped:
+            levels, activity = asdict(pipeline.levels()), pipeline.activity()
+            running, limit = count_running(store)
+            levels |= {"running_requests": running, "request_limit": limit}
+        with self._changing:
+            report = Report(
+                generation=self._generation,
+                sent=self._sent,
+                totals=totals,
+                store=count_store(store),
+                levels=levels,
+                activity=activity,
+            )
+            self._board.write(report)

@@ -1,0 +1,159 @@
+"""The place where a loader's pipeline runs: on threads of the training process, or in a process beside it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from ..decoding.values import IMAGE_EXTENSIONS
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..config.loader_config import LoaderConfig
+    from ..decoding.workers.main import Code
+    from ..sources.sources import OpenSource, Sources
+
+_LEAST_CORES = 2  # of a rank: the loop's own, and one for the process
+_OF_THIS_PROCESS = ("mem://", "memory://")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The arguments of a loader in another process, and a digest of what decodes, transforms and makes batches."""
+
+    digest: str
+    config: LoaderConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The choice, and its reason in words. ``work``: the pickled ``Work`` for the process, if that is the choice."""
+
+    reason: str
+    work: bytes | None = None
+    digest: str = ""
+
+
+def choose_place(config: LoaderConfig, sources: Sources) -> Place:
+    """Choose where the pipeline runs.
+
+    Raises:
+        ConfigError: a process is asked for, and cannot do the work; says why.
+    """
+    if config.place == "threads":
+        return Place("place='threads'")
+    if config.place == "auto":
+        reason = next(_reasons_for_threads(config, sources), None)
+        if reason is not None:
+            return Place(f"'auto': {reason}")
+    obstacle = next(_obstacles(config, sources), None)
+    if obstacle is None:
+        work = _make_work(config, sources)
+        try:
+            reason = "as given" if config.place == "process" else "'auto': images or functions, and a core to spare"
+            return Place(reason, pickle.dumps(work, pickle.HIGHEST_PROTOCOL), work.digest)
+        except Exception as exc:  # noqa: BLE001 - whatever pickling raises
+            obstacle = _name_unsendable(work.config, exc)
+    if config.place == "process":
+        raise ConfigError(f"place='process': {obstacle}; leave that out, or use place='threads'")
+    return Place(f"'auto': {obstacle}")
+
+
+def _reasons_for_threads(config: LoaderConfig, sources: Sources) -> Iterator[str]:
+    """Yield why a process would gain nothing: threads do what is left without holding the GIL for long."""
+    cores = config.tuning.cores
+    if cores < _LEAST_CORES:
+        yield f"a rank has {cores} of the machine's cores, and a process needs one beside the loop's"
+    if config.collate is None and not any(map(_works_on_samples, sources)):
+        yield "no images are decoded, and no functions of yours work on samples"
+
+
+def _works_on_samples(source: OpenSource) -> bool:
+    choice = source.options.decode
+    if source.options.transform is not None:
+        return True
+    if isinstance(choice, Mapping):
+        return any(decoder is not None for decoder in choice.values())
+    return choice == "auto" and any(name.rpartition(".")[2] in IMAGE_EXTENSIONS for name in source.fields)
+
+
+def _obstacles(config: LoaderConfig, sources: Sources) -> Iterator[str]:
+    """Yield what a process beside this one cannot do."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
+        yield "this system has no memory without names to share (memfd_create)"
+    if not Path(sys.executable or "").name.startswith("python") or getattr(sys, "frozen", False):
+        yield "an application that Python is part of would be started again"
+    if sources.has_streams:
+        yield "keep=, may_drop=, packing= and on_error='skip' have ranks tell each other of their progress"
+    if config.errors.goes_on or config.errors.max_bad_chunks:
+        yield "on_error= and max_bad_chunks= keep account of what is bad in the training process"
+    if config.raw == "view":
+        yield "raw='view' hands out memory of the process that reads"
+    if config.codec is not None:
+        yield "ImageDecoder(device='cuda') decodes in the process that trains"
+    if config.fields_by_stage is not None or config.sequence_cut is not None:
+        yield "fields_by_stage= and sequence_cut= belong to a mesh of the training process"
+    for source in sources:
+        if source.manifest.url.startswith(_OF_THIS_PROCESS):
+            yield f"{source.manifest.url} lies in the memory of the training process"
+
+
+def _make_work(config: LoaderConfig, sources: Sources) -> Work:
+    """Make the arguments for a process, with the data sets' manifests in place of their URLs."""
+    asked = tuple(
+        replace(one, given=replace(one.given, url=source.manifest, split=None))
+        for one, source in zip(config.sources, sources, strict=True)
+    )
+    sent = copy.copy(config)
+    source = config.source if sources.is_mixed else sources[0].manifest
+    for name, value in {
+        "source": source,
+        "sources": asked,
+        "place": "threads",
+        "mesh": None,
+        "data_dims": None,
+        "device": None,
+        "cuda": None,
+        "audit_dir": None,
+    }.items():
+        object.__setattr__(sent, name, value)
+    return Work(_digest(sent), sent)
+
+
+def _digest(config: LoaderConfig) -> str:
+    """Digest what a batch of given samples depends on; empty where that cannot be pickled."""
+    names = ("collate", "raw", "with_ids", "last_batch", "seed", "columns")
+    of_sources = [[getattr(one.given, name) for name in ("decode", "transform", "columns")] for one in config.sources]
+    parts = [[getattr(config, name) for name in names], of_sources]
+    with suppress(Exception):
+        return xxhash.xxh3_128_hexdigest(pickle.dumps(parts, pickle.HIGHEST_PROTOCOL))
+    return ""
+
+
+def code_of(work: bytes) -> Code:
+    """Make the first message of a process that is to do the work."""
+    from ..decoding.workers.main import Code
+    from ..decoding.workers.pool import is_of_main, prepare_main
+
+    return Code(prepare_main(needs_main=is_of_main(work)), work)
+
+
+def _name_unsendable(config: LoaderConfig, error: Exception) -> str:
+    of_sources = (
+        (name, getattr(one.given, name)) for one in config.sources for name in ("transform", "decode", "format")
+    )
+    for name, value in (("collate", config.collate), *of_sources):
+        try:
+            pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except Exception as exc:  # noqa: BLE001 - whatever pickling raises
+            return f"{name}={value!r} cannot be sent to another process ({exc}); define it at the top level of a module"
+    return f"an argument cannot be sent to another process ({error})"
