@@ -118,7 +118,7 @@ class Narrator:
         self._sums = sums
         self._consumed = view.consumed
         is_learned = self._recipe.trainer.parallel.mode == "diloco"  # a batch counts long after it is trained on
-        progress = int(sums["batches"]) if is_learned else view.consumed, view.evaluated
+        progress = int(self._sums["batches"]) if is_learned else view.consumed, view.evaluated
         if progress != self._progress:
             self._progress, self._progressed_s = progress, time.monotonic()
         is_due = view.step - self._step >= self._recipe.trainer.report.every

@@ -301,7 +301,7 @@ def test_what_workers_measure_becomes_weights_of_shards(tmp_path: Path, monkeypa
     services.report("w", {"batches_sum": 3.0})
     services.consume("w", begun.incarnation, lease.number, 1)
     told = ray.actors["coordinator"].tick("t")
-    assert told["speeds"] == pytest.approx({"shard-0": 100.0, "shard-1": 25.0})
+    assert told["speeds"] == pytest.approx({"shard-0": 100.0, "shard-1": 25.0}, rel=0.01)
     assert told["weights"] == weights
     assert services.placement().weights == weights
     again = RunCoordinator(settings)  # from its journal
