@@ -154,7 +154,7 @@ def _describe(model: nn.Module) -> _Wanted:
 
 
 def _describe_stages(model: nn.Module, stages: StageNames, mesh: Mesh) -> _Wanted:
-    """What all stages of a pipeline want together; a collective of them."""
+    """Tensors and ties of all stages of a pipeline together; a collective of them."""
     everywhere: list[Any] = [None] * mesh.sizes.pp
     dist.all_gather_object(everywhere, (_describe(model), stages.renamed), group=mesh.pipeline_group)
     tensors: dict[str, TensorFacts] = {}
