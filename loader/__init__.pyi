@@ -19,6 +19,7 @@ from .decoding.byte_views import GatheredBytes as GatheredBytes
 from .decoding.decode import DecodeChoice as DecodeChoice
 from .decoding.decode import FieldDecoder as FieldDecoder
 from .decoding.images.device_images import DeviceFallbackWarning as DeviceFallbackWarning
+from .decoding.images.device_resize import SlowResizeWarning as SlowResizeWarning
 from .decoding.images.images import ImageDecoder as ImageDecoder
 from .errors import ChecksumError as ChecksumError
 from .errors import ConfigError as ConfigError

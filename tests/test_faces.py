@@ -19,6 +19,7 @@ FACES = ("penstock", "penstock.loader", "penstock.loader.integrations", "penstoc
 ROOMS = ("loader", "storage", "trainer")
 # Raised and caught within a room: no user sees them.
 INTERNAL = {
+    "AbandonedError",
     "AvoidedError",
     "ClientConfig",
     "CodecConfig",

@@ -171,4 +171,5 @@ def test_bytes_that_are_counted_are_those_of_changes_and_weights() -> None:
         one.start(Change(fragment=whole, weights={"w": torch.ones(100)}, weight=1.0, unit=0))
         assert one.wait()["w"].tolist() == [1.0] * 100
         assert one.norm == 10.0
-    assert calls.take_bytes() == 2 * 400 + len(schema.buckets()) * 16  # and the clocks of its buckets
+    numbers = 24 + 33 + 16  # of a part in its push, in the reply, and of the clock of its bucket
+    assert calls.take_bytes() == 2 * 400 + len(schema.buckets()) * numbers
