@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from ...storage import MemoryStore
 from ..decoding.values import IMAGE_EXTENSIONS
 from ..errors import ConfigError
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ..sources.sources import OpenSource, Sources
 
 _LEAST_CORES = 2  # of a rank: the loop's own, and one for the process
-_OF_THIS_PROCESS = "memory://"  # fsspec's
+_OF_THIS_PROCESS = ("mem://", "memory://")  # ours and fsspec's
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +101,8 @@ def _obstacles(config: LoaderConfig, sources: Sources) -> Iterator[str]:
     if config.fields_by_stage is not None or config.sequence_cut is not None:
         yield "fields_by_stage= and sequence_cut= belong to a mesh of the training process"
     for source in sources:
-        if source.manifest.url.startswith(_OF_THIS_PROCESS) or _is_in_memory(source.store):
+        if source.manifest.url.startswith(_OF_THIS_PROCESS):
             yield f"{source.manifest.url} lies in the memory of the training process"
-
-
-def _is_in_memory(store: object) -> bool:
-    """Return whether any layer of a store is one in this process's memory."""
-    while store is not None and not isinstance(store, MemoryStore):
-        store = getattr(store, "inner", None)
-    return store is not None
 
 
 def _make_work(config: LoaderConfig, sources: Sources) -> Work:

@@ -89,6 +89,7 @@ def _with_faults(cluster: Cluster, faults: list[str]):
     return begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("is_replicated", [False, True])
 @pytest.mark.parametrize("fault", ["kill before", "kill after", "drop reply", "late"])

@@ -123,6 +123,7 @@ def test_every_push_counts_once_however_shards_come_and_go(
     twin.check(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_replicated", [False, True])
 @pytest.mark.parametrize("fault", ["kill before", "kill after", "drop reply"])
 def test_a_fault_at_every_call_of_a_move_loses_nothing(is_replicated: bool, fault: str) -> None:
