@@ -38,11 +38,11 @@ demo-ray: $(VENV)/.demo-ray
 # The tests of a file run in one process, which makes their data and imports their libraries once.
 PARALLEL := -n auto --maxprocesses=8 --dist loadfile
 
-# Slow tests run after the others, two at a time and those of a file one after another, so that servers and ranks do not
-# take the cores from each other; in the order of tests/conftest.py, long files first. 5: none was selected.
+# Slow tests run after the others, four at a time, as many wait, and those of a file one after another; in the order of
+# tests/conftest.py, long files first. 5: none was selected.
 test: $(VENV)/.test servers
-	$(PYTEST) $(PARALLEL) -m 'not slow' $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m 'slow and not full' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) $(PARALLEL) -m 'not slow and not full' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'slow and not full' $(ARGS) || [ $$? = 5 ]
 
 # What `make test` leaves out: whole matrices of slow cases, soaks, kills at every point.
 full: $(VENV)/.test servers

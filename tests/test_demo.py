@@ -56,6 +56,7 @@ def test_demo_survives_a_killed_rank_and_accounts_for_every_sample(tmp_path: Pat
     assert 0 < replayed[EPOCHS // 3] <= 7 * 48
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_ctrl_c_ends_the_demo_and_all_that_it_started(tmp_path: Path) -> None:
     folder = tmp_path / "run"

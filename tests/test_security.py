@@ -34,6 +34,12 @@ ALLOWED = {
     "loader/decoding/workers/channel.py": {"pickle.loads"},  # over a socket pair with processes that this one started
     "loader/decoding/workers/main.py": {"pickle.loads"},  # the user's functions, from the process that started it
     "loader/decoding/workers/pool.py": {"pickle.loads"},  # exceptions, from processes that this one started
+    "loader/pipeline/beside/board.py": {
+        "pickle.loads"
+    },  # a report in memory that a process which this one started shares
+    "loader/pipeline/beside/failures.py": {"pickle.loads"},  # exceptions, from that process
+    "loader/pipeline/beside/frames.py": {"pickle.loads"},  # its messages
+    "loader/pipeline/beside/process.py": {"pickle.loads"},  # its warnings
     "loader/reading/spread_sums.py": {"np.load(allow_pickle=False)"},
     "tools/packing/values.py": {"np.load(allow_pickle=False)"},
     "devtools/pages/notebooks.py": {"builtins.compile", "builtins.eval", "builtins.exec"},  # this repository's own

@@ -111,6 +111,7 @@ def accounts(folder: Path) -> tuple[list[int], list[tuple[int, int, int]]]:
     return [size for size, _, _ in report.attempts], found
 
 
+@pytest.mark.full
 def test_a_job_that_is_stopped_saves_and_is_requeued_and_each_sample_comes_exactly_once(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ def compare_few(world: World, folder: str) -> list[list[str]]:
     return [compare(one, world, f"{folder}/{number}").wrong for number, one in enumerate(mine)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_weights_buffers_modes_and_generators_are_those_of_one_process_and_survive_a_resume(
     tmp_path: Path, ranks: int
 ) -> None:
@@ -86,7 +86,7 @@ def test_experts_lie_on_replicas(layout: str, ranks: int) -> None:
     assert not equality.can_run(replace(one, model="llama"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_tells_and_keeps_what_it_found(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "devtools.equality", "--models", "embeddings", "--ranks", "2"]
     command += ["--zero", "3", "--accumulate", "1", "--results", str(tmp_path)]

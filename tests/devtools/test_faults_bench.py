@@ -136,6 +136,7 @@ def test_a_job_under_faults_gives_each_sample_once_and_as_it_was(bench: Bench, n
     assert outcome.delivered >= 3000
 
 
+@pytest.mark.full
 @pytest.mark.s3
 def test_a_short_soak_of_random_faults_and_kills_is_exact(bench: Bench) -> None:
     report = Soak(bench, ranks=2, seconds=12, seed=3, deadly_every_s=(3.0, 5.0)).run(quiet=True)

@@ -32,7 +32,7 @@ def test_inputs_that_once_broke_a_parser_are_read_or_refused() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_short_run_ends_and_counts_its_cases(tmp_path: Path) -> None:
     pytest.importorskip("atheris", reason="no atheris here: pip install 'penstock[fuzz]'")
     command = [sys.executable, "-m", "devtools.fuzz", "--minutes", "0.05", "--only", "audit"]

@@ -14,7 +14,7 @@ from devtools.leaks import Count, find_leaks
 HELD = Count(memory_bytes=300 << 20, threads=9, descriptors=6, processes=0, shared_memory=0, temporary_files=0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_short_epochs_and_loaders_that_come_and_go_leave_nothing(tmp_path: Path) -> None:
     cases = ["epochs-views", "cycles"]
     command = [sys.executable, "-m", "devtools.leaks", "--epochs", "200", "--cycles", "50"]

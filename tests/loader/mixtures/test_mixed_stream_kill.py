@@ -16,6 +16,7 @@ WORKER = Path(__file__).with_name("stream_kill_worker.py")
 SIZES = {"a": 90, "b": 70, "c": 60}
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_killed_run_goes_on_with_other_ranks_and_sources_and_every_sample_is_delivered_or_dropped(
     tmp_path: Path,

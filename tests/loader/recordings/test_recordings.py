@@ -42,7 +42,7 @@ def test_a_fortieth_of_the_pairs_of_arguments_is_refused_in_the_recorded_words(
     compare(data, tmp_path, family, pairs.some_pairs(pairs.FAMILIES[family], SEED))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", pairs.FAMILIES)
 def test_all_pairs_of_arguments_are_refused_in_the_recorded_words(data: Path, tmp_path: Path, family: str) -> None:
     compare(data, tmp_path, family, list(pairs.pairs_of(pairs.FAMILIES[family])))

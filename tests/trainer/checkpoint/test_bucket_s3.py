@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+import pytest
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -176,6 +178,7 @@ def _resume(world: World, url: str, options: dict[str, Any], *, saves: bool) -> 
         return found[1]["state"], wrong
 
 
+@pytest.mark.full
 def test_a_kill_at_any_request_of_a_save_leaves_a_whole_checkpoint_and_no_leftovers(
     s3_url: tuple[str, dict[str, Any]],
 ) -> None:

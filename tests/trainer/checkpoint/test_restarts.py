@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from launch import run_ranks, start_ranks
 from tar_rows import read_starts, write_shards
 
@@ -36,6 +38,7 @@ def test_a_rank_killed_in_mid_epoch_is_restarted_and_each_sample_comes_exactly_o
     assert_each_sample_once(tmp_path)
 
 
+@pytest.mark.full
 def test_sigterm_to_torchrun_during_evaluation_saves_ends_clean_and_is_gone_on_from(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", samples=SAMPLES)
     with start_ranks(SCRIPT, 2, str(tmp_path), NEVER, "13") as running:

@@ -91,6 +91,7 @@ def _converge(world: World) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.full
 def test_each_scheme_converges_on_the_digits_and_sends_what_it_promises() -> None:
     first, second = run_ranks(_converge, 2)
     plain_accuracy, plain, _ = first["none"]

@@ -28,6 +28,7 @@ def cluster() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.full
 def test_a_worker_a_shard_and_the_coordinator_are_killed_a_shard_joins_and_every_batch_counts_once(
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

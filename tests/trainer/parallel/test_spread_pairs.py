@@ -105,7 +105,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_experts_on_replicas_of_several_ranks_train_what_one_process_trains(world: World, tmp_path: Path) -> None:
     cases = {name: {"experts": True, **case} for name, case in MIXTURES.items()}
     found = run_ranks(train_all, 4, str(tmp_path / "ranks"), cases, timeout_s=290)

@@ -115,6 +115,7 @@ def test_nodes_join_and_leave_and_each_sample_comes_exactly_once(
     ] * EPOCHS
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_on_one_node_is_started_again_with_those_of_the_others(
     tmp_path: Path, unused_tcp_port: int
 ) -> None:

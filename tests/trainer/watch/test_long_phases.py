@@ -51,7 +51,7 @@ def compile_slowly(world: World, folder: str, how: str) -> int:
     return compiled
 
 
-@pytest.mark.parametrize("how", ["forward", "evaluation"])
+@pytest.mark.parametrize("how", ["forward", pytest.param("evaluation", marks=pytest.mark.full)])
 def test_a_compilation_longer_than_the_timeout_is_no_stall(tmp_path: Path, how: str) -> None:
     began_s = time.monotonic()
     outcomes = Ranks(compile_slowly, 2, str(tmp_path), how).join(timeout_s=200.0)
@@ -94,6 +94,7 @@ def export_slowly(world: World, folder: str) -> int:
         return int(trainer.train().steps)
 
 
+@pytest.mark.full
 def test_an_export_longer_than_the_timeout_is_no_stall_while_it_writes(tmp_path: Path) -> None:
     began_s = time.monotonic()
     outcomes = Ranks(export_slowly, 2, str(tmp_path)).join(timeout_s=200.0)

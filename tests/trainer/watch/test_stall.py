@@ -90,6 +90,7 @@ def save_slowly(world: World, folder: str) -> int:
         return int(trainer.train().steps)
 
 
+@pytest.mark.full
 def test_a_blocking_save_longer_than_the_timeout_is_no_stall_while_it_writes(tmp_path: Path) -> None:
     began_s = time.monotonic()
     outcomes = Ranks(save_slowly, 2, str(tmp_path)).join(timeout_s=150.0)

@@ -169,7 +169,7 @@ def test_where_processes_cannot_start_threads_go_on_and_a_warning_says_so(
         assert worker_processes() == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_that_dies_while_they_start_leaves_the_work_to_threads(
     folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
