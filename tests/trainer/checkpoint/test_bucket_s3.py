@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-import pytest
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 import torch
 import torch.distributed as dist
 from launch_ranks import Ranks, run_ranks

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from launch import run_ranks, start_ranks
 from tar_rows import read_starts, write_shards
 
