@@ -170,12 +170,12 @@ def test_scripts_for_ranks_run_under_torchrun(page: Path, line: int, code: str, 
 def test_the_first_pages_script_resumes_after_a_kill_on_other_ranks_and_counts_each_sample_once(
     tmp_path: Path,
 ) -> None:
-    kill_at = 41 * 96 + 20 * 96  # in the second epoch
+    kill_at = 41 * 96 + 5 * 96  # in the second epoch
     page = ROOT / "docs" / "start.md"
     [(line, code)] = [(line, code) for line, mark, code in python_blocks(page.read_text()) if mark == "torchrun"]
     script = _script(page, line, code, tmp_path)
     slow = script.with_name("slow.py")  # the same script, which the test can catch in mid-epoch
-    slow.write_text(script.read_text().replace("step += 1", "step += 1; import time; time.sleep(0.02)"))
+    slow.write_text(script.read_text().replace("step += 1", "step += 1; import time; time.sleep(0.06)"))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(slow)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with started_process(launcher, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as ranks:

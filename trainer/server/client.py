@@ -87,8 +87,10 @@ class _Lookup:
     """The rows that are to be asked for."""
 
 
-MESSAGE_BYTES = 4 << 20
-"""Bytes of values from which a request is sent as several: one is worked on while the next is on its way."""
+MESSAGE_BYTES = 64 << 20
+"""Bytes of values from which a request is sent as several: one is worked on while the next is on its way.
+
+Through Ray 16 MiB in four messages took 1.4 times as long as in one (two cores)."""
 
 
 class ServerClient:
