@@ -22,8 +22,9 @@ import torch
 from penstock.benchmarks.harness.plot import hide_spines, new_figure, note, require_plotting
 from penstock.benchmarks.machine import describe_machine, list_versions
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
+from penstock.trainer.asynchronous.member import WorkerOptions
 from penstock.trainer.asynchronous.setup import prepare_run
-from penstock.trainer.asynchronous.worker import WorkerOptions, run_worker
+from penstock.trainer.asynchronous.worker import run_worker
 from penstock.trainer.recipes.recipe import Recipe, build_recipe
 
 from . import paced_steps

@@ -13,20 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...storage.errors import PenstockError
 from ..diloco.served import pushes_weights, rate_of_push
-from ..errors import LeaseError, NotJoinedError
 from ..ranks.world import World
 from ..recipes.recipe import Recipe
-from ..server.client import ClientConfig, ServerClient
+from ..server.client import ServerClient
 from ..server.leases import Lease
-from ..server.messages import Header
 from ..server.services import Begun, DataPlan, Services, Task
 from .evaluating import Reader, evaluate, export
 from .learner import AbandonedError, Learner
+from .member import Member, Pulse, WorkerOptions
 from .outer_exchange import CountingCall, OuterExchange
 from .setup import build_model
-from .worker import Pulse, WorkerOptions
 
 _REPORT_S = 0.25
 
@@ -179,7 +176,7 @@ class Consumption:
         return settled
 
 
-class Leader:
+class Leader(Member):
     """The first rank of a learner, through all its incarnations.
 
     All mutable state: the model that evaluates, and what rounding on the wire owes to servers from one to the next.
@@ -195,49 +192,18 @@ class Leader:
         orders: Orders,
         options: WorkerOptions,
     ) -> None:
-        self._recipe, self._name, self._services, self._options = recipe, name, services, options
+        super().__init__(recipe, name, services, options)
         self._learner, self._numbers, self._orders = learner, numbers, orders
         self._judged: nn.Module | None = None
         self._owed: dict[str, Tensor] = {}
 
-    def live(self) -> bool:
-        """Live one incarnation: wait for batches, and train until there are none; returns whether the run is over."""
-        services, name = self._services, self._name
-        begun = services.begin(name)
-        try:
-            with Pulse(services, name, begun, self._options) as pulse:
-                self._order("prepare", begun.plan, begun.run)
-                lease = self._await_lease(begun, pulse)
-                if lease is None:
-                    services.leave(name, begun.incarnation)
-                    return True
-                self._train(begun, lease, pulse)  # beginning anew says goodbye
-        except (LeaseError, NotJoinedError):
-            pass  # it was given up: others train on its batches now
-        except BaseException:
-            with suppress(PenstockError):  # so that nobody waits for it
-                services.leave(name, begun.incarnation)
-            raise
-        return False
+    def _prepare(self, begun: Begun) -> None:
+        self._order("prepare", begun.plan, begun.run)
 
     def _order(self, method: str, *values: Any) -> Any:
         """Have all ranks call a method of theirs; returns what this rank's does."""
         self._orders.give(method, *values)
         return getattr(self._learner, method)(*values)
-
-    def _await_lease(self, begun: Begun, pulse: Pulse) -> Lease | None:
-        """Wait for the first lease, and do other work meanwhile; None once the run is over."""
-        while True:
-            lease = self._services.lease(self._name, begun.incarnation, -1)
-            if lease is not None:
-                return lease
-            task = self._services.task(self._name, begun.incarnation)
-            if task is not None:
-                self._evaluate(begun, task)
-            elif self._services.is_stopping(self._name):
-                return None
-            else:
-                pulse.wait(self._options.pause_s)
 
     def _evaluate(self, begun: Begun, task: Task) -> None:
         """Evaluate what the servers hold, on this rank alone, with a model of its own."""
@@ -256,28 +222,12 @@ class Leader:
             export(model, Path(trainer.output_dir) / trainer.export, task.step)
         self._services.finish(self._name, begun.incarnation, task, metrics)
 
-    def _client_config(self) -> ClientConfig:
-        server = self._recipe.trainer.server
-        return ClientConfig(
-            push=server.push_codec,
-            pull=server.pull_codec,
-            attempts=self._options.attempts,
-            pause=self._options.pause_s,
-        )
-
     def _train(self, begun: Begun, lease: Lease, pulse: Pulse) -> None:
         """Train on leases until there is none."""
         learner, config, server = self._learner, self._recipe.trainer.parallel.diloco, self._recipe.trainer.server
-        header = Header(
-            run=begun.run,
-            schema=learner.schema.digest,
-            worker=self._name,
-            incarnation=begun.incarnation,
-            token=begun.token,
-        )
         calls = CountingCall(self._services.call)
         client = ServerClient(
-            header,
+            self._header(begun, learner.schema),
             learner.schema,
             call=calls,
             placement=self._services.placement,

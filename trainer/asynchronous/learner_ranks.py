@@ -24,12 +24,11 @@ from .. import errors
 from ..errors import ServerError, TrainerError
 from ..ranks.world import close_world, open_world
 from ..recipes.recipe import Recipe, build_recipe
-from ..server.leases import Lease
-from ..server.messages import Push, Reply, Request
-from ..server.placement import Placement
-from ..server.services import Begun, Services, Task
+from ..server.messages import Push
+from ..server.services import Services
 from .leading import run_learner
-from .worker import WorkerOptions
+from .member import WorkerOptions
+from .remote_services import RemoteServices
 
 _KINDS: dict[str, type[PenstockError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PenstockError)
@@ -183,7 +182,7 @@ class LearnerRanks:
             pipe.send(reply)
 
 
-class PipeServices:
+class PipeServices(RemoteServices):
     """``Services`` at the other end of a pipe. For several threads, whose calls come one after another.
 
     Where that end is gone, so is the run: this process ends at once.
@@ -191,53 +190,6 @@ class PipeServices:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
-
-    def call(self, shard: str, request: Request) -> Reply:
-        reply: Reply = self._ask("call", shard, request)
-        return reply
-
-    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
-        reply = self.call(shard, request)  # a pipe has one call at a time
-        return lambda: reply
-
-    def placement(self) -> Placement:
-        placement: Placement = self._ask("placement")
-        return placement
-
-    def begin(self, worker: str) -> Begun:
-        begun: Begun = self._ask("begin", worker)
-        return begun
-
-    def leave(self, worker: str, incarnation: int) -> None:
-        self._ask("leave", worker, incarnation)
-
-    def lease(self, worker: str, incarnation: int, after: int) -> Lease | None:
-        lease: Lease | None = self._ask("lease", worker, incarnation, after)
-        return lease
-
-    def consume(self, worker: str, incarnation: int, lease: int, upto: int) -> int:
-        settled: int = self._ask("consume", worker, incarnation, lease, upto)
-        return settled
-
-    def renew(self, worker: str, incarnation: int) -> None:
-        self._ask("renew", worker, incarnation)
-
-    def report(self, worker: str, numbers: Mapping[str, float]) -> None:
-        self._ask("report", worker, dict(numbers))
-
-    def task(self, worker: str, incarnation: int) -> Task | None:
-        task: Task | None = self._ask("task", worker, incarnation)
-        return task
-
-    def proceed(self, worker: str, incarnation: int, task: Task) -> None:
-        self._ask("proceed", worker, incarnation, task)
-
-    def finish(self, worker: str, incarnation: int, task: Task, metrics: Mapping[str, float]) -> None:
-        self._ask("finish", worker, incarnation, task, dict(metrics))
-
-    def is_stopping(self, worker: str | None = None) -> bool:
-        is_stopping: bool = self._ask("is_stopping", worker)
-        return is_stopping
 
     def note(self, text: str) -> None:
         """Hand on a sentence for people."""

@@ -18,10 +18,11 @@ from ..server.checkpoints import find_newest
 from ..watch.stop_flag import StopFlag
 from .learner_ranks import run_learner_ranks
 from .local_cluster import LocalCluster
+from .member import WorkerOptions
 from .narrator import Narrator, View
 from .saved_runs import checkpoint_place, load, resume_setup, save
 from .tcp_services import ServicesHost
-from .worker import WorkerOptions, run_worker
+from .worker import run_worker
 
 _TURN_S = 0.05
 _PAUSE_S = 0.003  # a call costs a tenth of that here

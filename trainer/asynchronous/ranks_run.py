@@ -16,8 +16,9 @@ from ..ranks.world import World
 from ..recipes.recipe import Recipe
 from ..watch.stop_flag import StopFlag
 from .local_run import train_locally
+from .member import WorkerOptions
 from .tcp_services import ServicesHost, TcpServices
-from .worker import WorkerOptions, run_worker
+from .worker import run_worker
 
 _GLANCE_S = 0.2
 

@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
@@ -19,11 +19,10 @@ from typing import Any
 from ...storage.errors import PenstockError
 from ...storage.threads.interruptible import Event, Thread
 from ..errors import ShardUnreachableError
-from ..server.leases import Lease
-from ..server.messages import Reply, Request
 from ..server.placement import Placement
 from ..server.refused import Refused, raise_refused
-from ..server.services import Begun, Services, Task
+from ..server.services import Services
+from .remote_services import RemoteServices
 
 CALLS = frozenset(
     {"call", "begin", "leave", "lease", "consume", "renew", "report", "task", "proceed", "finish", "is_stopping"}
@@ -112,7 +111,7 @@ class ServicesHost:
             return Refused.of(exc)
 
 
-class TcpServices:
+class TcpServices(RemoteServices):
     """``Services`` of a run at an address, for several threads, of which each has a connection of its own.
 
     All mutable state: the connections.
@@ -122,51 +121,8 @@ class TcpServices:
         self._address, self._key = address, key
         self._local = threading.local()
 
-    def call(self, shard: str, request: Request) -> Reply:
-        reply: Reply = self._ask("call", shard, request)
-        return reply
-
-    def start(self, shard: str, request: Request) -> Callable[[], Reply]:
-        reply = self.call(shard, request)
-        return lambda: reply
-
     def placement(self) -> Placement:
         return Placement(*self._ask("placement"))
-
-    def begin(self, worker: str) -> Begun:
-        begun: Begun = self._ask("begin", worker)
-        return begun
-
-    def leave(self, worker: str, incarnation: int) -> None:
-        self._ask("leave", worker, incarnation)
-
-    def lease(self, worker: str, incarnation: int, after: int) -> Lease | None:
-        lease: Lease | None = self._ask("lease", worker, incarnation, after)
-        return lease
-
-    def consume(self, worker: str, incarnation: int, lease: int, upto: int) -> int:
-        settled: int = self._ask("consume", worker, incarnation, lease, upto)
-        return settled
-
-    def renew(self, worker: str, incarnation: int) -> None:
-        self._ask("renew", worker, incarnation)
-
-    def report(self, worker: str, numbers: Mapping[str, float]) -> None:
-        self._ask("report", worker, dict(numbers))
-
-    def task(self, worker: str, incarnation: int) -> Task | None:
-        task: Task | None = self._ask("task", worker, incarnation)
-        return task
-
-    def proceed(self, worker: str, incarnation: int, task: Task) -> None:
-        self._ask("proceed", worker, incarnation, task)
-
-    def finish(self, worker: str, incarnation: int, task: Task, metrics: Mapping[str, float]) -> None:
-        self._ask("finish", worker, incarnation, task, dict(metrics))
-
-    def is_stopping(self, worker: str | None = None) -> bool:
-        is_stopping: bool = self._ask("is_stopping", worker)
-        return is_stopping
 
     def stop(self) -> None:
         """Have all workers end after the batches that they are training on."""

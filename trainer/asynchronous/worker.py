@@ -6,51 +6,33 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...storage.errors import PenstockError
-from ...storage.threads.interruptible import Event, Thread
 from ..data.batches import count_rows, move_batch
-from ..errors import LeaseError, NonFiniteLossError, NotJoinedError, ServerError, TrainerConfigError
+from ..errors import NonFiniteLossError, TrainerConfigError
 from ..parallel.precision import compute_context
 from ..recipes.recipe import Recipe
 from ..reproducibility import seed_step
-from ..server.client import ClientConfig, ServerClient
+from ..server.client import ServerClient
 from ..server.embedding import find_tables
 from ..server.leases import Lease
-from ..server.messages import Header
 from ..server.services import Begun, DataPlan, Services, Task
 from ..steps.loss import check_loss
 from ..steps.schedule import Schedule
 from .batches import LeasedBatch, LeasedBatches
 from .evaluating import Reader, evaluate, export
 from .exchange import Exchange, Gradients
+from .member import Member, Pulse, WorkerOptions
 from .setup import build_model, make_optimizer, make_schema, open_worker_data, opened, trained_parameters
 
 _BUILDING = threading.Lock()  # seeds are the process's
-_BEATS = 4  # a worker says so many times that it lives in the time after which it would be forgotten
 _REPORT_S = 0.25
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """Waits of a worker, in seconds: before it asks again, and how often without an answer."""
-
-    pause_s: float = 0.02
-    attempts: int = 600
-    silence_s: float = 30.0
-    """As the coordinator has it."""
-    seeds_steps: bool = True
-    """Seed torch's, NumPy's and Python's generators before each step; several workers of a process would not."""
 
 
 def run_worker(recipe: Recipe, name: str, services: Services, options: WorkerOptions | None = None) -> None:
@@ -91,7 +73,7 @@ class _Loader:
             self._opened.close()
 
 
-class Worker:
+class Worker(Member):
     """One worker of a run, through all its incarnations. All mutable state: the model, and what is yet to be told."""
 
     def __init__(
@@ -105,7 +87,7 @@ class Worker:
         loader: _Loader,
         device: torch.device,
     ) -> None:
-        self._recipe, self._name, self._services, self._options = recipe, name, services, options
+        super().__init__(recipe, name, services, options)
         self._model, self._optimizer, self._loader, self._device = model, optimizer, loader, device
         self._parameters = trained_parameters(model)
         self._tables = find_tables(model)
@@ -115,39 +97,6 @@ class Worker:
         self._schedule: Schedule | None = None
         self._reported_s = time.monotonic()
         self._numbers: dict[str, float] = {}
-
-    def live(self) -> bool:
-        """Live one incarnation: wait for batches, and train until there are none; returns whether the run is over."""
-        services, name = self._services, self._name
-        begun = services.begin(name)
-        try:
-            with Pulse(services, name, begun, self._options) as pulse:
-                lease = self._await_lease(begun, pulse)
-                if lease is None:
-                    services.leave(name, begun.incarnation)
-                    return True
-                self._train(begun, lease, pulse)  # beginning anew says goodbye
-        except (LeaseError, NotJoinedError):
-            pass  # it was given up: others train on its batches now
-        except BaseException:
-            with suppress(PenstockError):  # so that nobody waits for it
-                services.leave(name, begun.incarnation)
-            raise
-        return False
-
-    def _await_lease(self, begun: Begun, pulse: Pulse) -> Lease | None:
-        """Wait for the first lease, and do other work meanwhile; None once the run is over."""
-        while True:
-            lease = self._services.lease(self._name, begun.incarnation, -1)
-            if lease is not None:
-                return lease
-            task = self._services.task(self._name, begun.incarnation)
-            if task is not None:
-                self._evaluate(begun, task)
-            elif self._services.is_stopping(self._name):
-                return None
-            else:
-                pulse.wait(self._options.pause_s)
 
     def _evaluate(self, begun: Begun, task: Task) -> None:
         reader = Reader(self._services, begun, self._schema, self._client_config())
@@ -159,26 +108,10 @@ class Worker:
             export(self._model, Path(self._recipe.trainer.output_dir) / self._recipe.trainer.export, task.step)
         self._services.finish(self._name, begun.incarnation, task, metrics)
 
-    def _client_config(self) -> ClientConfig:
-        server = self._recipe.trainer.server
-        return ClientConfig(
-            push=server.push_codec,
-            pull=server.pull_codec,
-            attempts=self._options.attempts,
-            pause=self._options.pause_s,
-        )
-
     def _train(self, begun: Begun, first: Lease, pulse: Pulse) -> None:
         """Train on leases until there is none."""
-        header = Header(
-            run=begun.run,
-            schema=self._schema.digest,
-            worker=self._name,
-            incarnation=begun.incarnation,
-            token=begun.token,
-        )
         client = ServerClient(
-            header,
+            self._header(begun, self._schema),
             self._schema,
             call=self._services.call,
             placement=self._services.placement,
@@ -339,56 +272,6 @@ class Counted:
                 if upto == lease.stop:
                     del self._open[number]
         return self._settled
-
-
-class Pulse:
-    """Says that a worker lives, on a thread of its own; learns that it was given up, or that the run is to stop."""
-
-    def __init__(self, services: Services, name: str, begun: Begun, options: WorkerOptions) -> None:
-        self._services, self._name, self._begun = services, name, begun
-        self._every_s = min(options.silence_s / _BEATS, 0.5)
-        self._ended = Event()
-        self._error: BaseException | None = None
-        self.is_stopping = False
-        self._thread = Thread(target=self._run, name=f"pulse of {name}")
-
-    def check(self) -> None:
-        """Raise what the thread met: LeaseError if the worker was given up."""
-        if self._error is not None:
-            raise self._error
-
-    def abandon(self, error: BaseException) -> None:
-        """Have all who wait raise this."""
-        self._error = self._error or error
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, unless the worker was given up."""
-        self.check()
-        time.sleep(seconds)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(self._every_s):
-            try:
-                self._services.renew(self._name, self._begun.incarnation)
-                self.is_stopping = self._services.is_stopping(self._name)
-            except LeaseError as exc:
-                self._error = exc
-                return
-            except ServerError:
-                continue  # the coordinator may come back in time
-            except BaseException as exc:  # noqa: BLE001 - raised where the worker waits
-                self._error = exc
-                return
 
 
 def find_device(name: str) -> torch.device:

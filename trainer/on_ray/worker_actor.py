@@ -11,7 +11,8 @@ from typing import Any
 from ...storage.errors import PenstockError
 from ...storage.ray_cluster import import_ray
 from ..asynchronous.learner_ranks import run_learner_ranks
-from ..asynchronous.worker import WorkerOptions, run_worker
+from ..asynchronous.member import WorkerOptions
+from ..asynchronous.worker import run_worker
 from ..recipes.recipe import build_recipe
 from ..watch.process_end import write_stderr
 from .calls import Refused

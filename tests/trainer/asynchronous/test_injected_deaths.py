@@ -18,8 +18,9 @@ from server_cluster import Cluster, few_buckets
 from penstock import audit
 from penstock.loader import pack
 from penstock.trainer.asynchronous.evaluating import Reader
+from penstock.trainer.asynchronous.member import WorkerOptions
 from penstock.trainer.asynchronous.setup import Setup, build_model, make_schema, prepare_run
-from penstock.trainer.asynchronous.worker import WorkerOptions, run_worker
+from penstock.trainer.asynchronous.worker import run_worker
 from penstock.trainer.errors import ShardUnreachableError
 from penstock.trainer.recipes.recipe import Recipe, build_recipe
 from penstock.trainer.server.client import ClientConfig

@@ -24,9 +24,9 @@ from penstock.trainer import DistributedTrainer, TrainerConfig, World, open_worl
 from penstock.trainer.asynchronous.evaluating import Reader
 from penstock.trainer.asynchronous.leading import run_learner
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
+from penstock.trainer.asynchronous.member import WorkerOptions
 from penstock.trainer.asynchronous.saved_runs import load, resume_setup, save
 from penstock.trainer.asynchronous.setup import build_model, make_schema, prepare_run
-from penstock.trainer.asynchronous.worker import WorkerOptions
 from penstock.trainer.errors import TrainerConfigError
 from penstock.trainer.options import build_config
 from penstock.trainer.ranks.world import close_world

@@ -25,9 +25,10 @@ from penstock.trainer.__main__ import main
 from penstock.trainer.asynchronous.evaluating import Reader
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
 from penstock.trainer.asynchronous.local_run import train_locally
+from penstock.trainer.asynchronous.member import WorkerOptions
 from penstock.trainer.asynchronous.saved_runs import checkpoint_place, save
 from penstock.trainer.asynchronous.setup import build_model, make_schema, prepare_run
-from penstock.trainer.asynchronous.worker import WorkerOptions, run_worker
+from penstock.trainer.asynchronous.worker import run_worker
 from penstock.trainer.errors import CheckpointMismatchError, NonFiniteLossError, TrainerConfigError
 from penstock.trainer.recipes.recipe import Recipe
 from penstock.trainer.server.client import ClientConfig

@@ -26,9 +26,10 @@ from started_process import started_process
 
 from penstock.trainer.asynchronous.evaluating import Reader
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
+from penstock.trainer.asynchronous.member import WorkerOptions
 from penstock.trainer.asynchronous.setup import build_model, make_schema, prepare_run
 from penstock.trainer.asynchronous.tcp_services import ServicesHost, TcpServices
-from penstock.trainer.asynchronous.worker import WorkerOptions, run_worker
+from penstock.trainer.asynchronous.worker import run_worker
 from penstock.trainer.errors import LeaseError, ShardUnreachableError
 from penstock.trainer.recipes.recipe import Recipe
 from penstock.trainer.server.client import ClientConfig
