@@ -28,7 +28,7 @@ def limit_silence(store: Any, seconds: float | None = None) -> None:
     Whoever then waits for an answer gets the RuntimeError that torch raises for a broken connection. The limit is of
     the host: for a process that is stopped its kernel still acknowledges. Other kinds of stores are left alone.
     """
-    found = _CLIENT.search(repr(_innermost(store)))
+    found = _CLIENT.search(repr(innermost_store(store)))
     if found is None:
         return
     with suppress(OSError), socket.socket(fileno=os.dup(int(found[1]))) as link:
@@ -60,14 +60,14 @@ def is_cut_off(error: BaseException) -> bool:
 
 def place_of(store: Any) -> str:
     """Address of a store as ``host:port``; empty for one that is on no host."""
-    inner = _innermost(store)
+    inner = innermost_store(store)
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
     return f"{host}:{port}" if host and port else ""
 
 
 def is_here(store: Any) -> bool:
     """Return whether a store's host is this machine; true also for one without a host, or with an unresolvable name."""
-    host = getattr(_innermost(store), "host", None)
+    host = getattr(innermost_store(store), "host", None)
     if not host:
         return True
     try:
@@ -86,7 +86,8 @@ def _is_own(family: int, address: Any) -> bool:
     return True
 
 
-def _innermost(store: Any) -> Any:
+def innermost_store(store: Any) -> Any:
+    """The store that the prefixes of others are put around."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,15 +46,19 @@ def test_demo_survives_a_killed_rank_and_accounts_for_every_sample(tmp_path: Pat
     assert demo.returncode == 0, shown + logs
     assert "\x1b" not in shown  # colours are for terminals
     assert "kill -9 of rank 1" in shown
+    assert "kill -9 of rank 1's loader process" in shown
+    assert re.search(r"rank 1: loader process \d+ was killed by SIGKILL", shown)
 
     report = audit(tmp_path / "run" / "audit")
     assert report.is_exact
-    assert [world_size for world_size, _, _ in report.attempts] == [3, 2]
-    assert report.attempts[1] == (2, EPOCHS // 3, 480)  # the last checkpoint before the kill: 10 global batches of 48
+    assert [world_size for world_size, _, _ in report.attempts] == [3, 2, 2]
+    # The last checkpoints before the kills: after 10 global batches of 48, each 10.
+    assert report.attempts[1] == (2, EPOCHS // 3, 480)
+    assert report.attempts[2][1] == 2 * EPOCHS // 3
     assert [(account.epoch, account.delivered) for account in report.epochs] == [(e, 1437) for e in range(EPOCHS)]
     replayed = {account.epoch: account.replayed for account in report.epochs if account.replayed}
-    assert list(replayed) == [EPOCHS // 3]
-    assert 0 < replayed[EPOCHS // 3] <= 7 * 48
+    assert list(replayed) == [EPOCHS // 3, 2 * EPOCHS // 3]
+    assert all(0 < samples <= 10 * 48 for samples in replayed.values())
 
 
 @pytest.mark.full

@@ -1,4 +1,6 @@
-"""The demo: train on three ranks, lose one to SIGKILL in mid-epoch, resume on two, and account for every sample.
+"""The demo: train on three ranks, lose one to SIGKILL in mid-epoch and the loader's process of another, resume on two.
+
+Every sample is accounted for.
 
     python examples/demo/run.py                         shards in a local folder
     python examples/demo/run.py --store s3              shards on a real S3 server, started for the demo
@@ -46,6 +48,7 @@ class Attempt:
     start: Event = field(default_factory=dict)
     last_checkpoint: Event | None = None
     kill: Event | None = None
+    error: Event | None = None
     end: Event | None = None
     kill_to_exit_s: float = 0.0
 
@@ -85,12 +88,17 @@ def run_demo(url: str, folder: Path, epochs: int) -> int:
     if first.kill is None or first.last_checkpoint is None or first.exit_code == 0:
         raise AttemptError(f"the first attempt was to be killed, and was not; see {folder / 'attempt-1.log'}")
     screen.show_kill(first.kill, first.last_checkpoint, first.kill_to_exit_s)
-    second = run_attempt(2, arguments, folder / "attempt-2.log", epochs)
-    if second.end is None or second.exit_code != 0:
-        raise AttemptError(f"the second attempt failed; see {folder / 'attempt-2.log'}")
+    kill = f"1:{2 * epochs // 3}:{kill_step}"
+    second = run_attempt(2, [*arguments, "--kill-loader", kill], folder / "attempt-2.log", epochs)
+    if second.kill is None or second.error is None or second.last_checkpoint is None or second.exit_code == 0:
+        raise AttemptError(f"the second attempt was to lose a process, and did not; see {folder / 'attempt-2.log'}")
+    screen.show_lost_process(second.kill, second.last_checkpoint, second.error["text"], second.kill_to_exit_s)
+    third = run_attempt(2, arguments, folder / "attempt-3.log", epochs)
+    if third.end is None or third.exit_code != 0:
+        raise AttemptError(f"the third attempt failed; see {folder / 'attempt-3.log'}")
 
-    accuracy = second.end["accuracy"]
-    screen.show_result(second.end, sum(written.test), LEAST_ACCURACY)
+    accuracy = third.end["accuracy"]
+    screen.show_result(third.end, sum(written.test), LEAST_ACCURACY)
     samples = sum(written.train)
     audited = screen.show_audit(folder / "audit")
     is_exact = audited == 0 and is_complete(audit(folder / "audit"), epochs, samples)
@@ -129,6 +137,8 @@ def run_attempt(world_size: int, arguments: list[str], log: Path, epochs: int) -
                 case "kill":
                     attempt.kill = event
                     killed_s = time.monotonic()
+                case "error":
+                    attempt.error = event
                 case "end":
                     attempt.end = event
             show(event)
@@ -171,7 +181,7 @@ def prepare_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("store", "audit", "training"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("attempt-1.log", "attempt-2.log"):
+    for name in ("attempt-1.log", "attempt-2.log", "attempt-3.log"):
         (folder / name).unlink(missing_ok=True)
     return folder.resolve()
 

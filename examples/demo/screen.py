@@ -149,10 +149,24 @@ class _Tally:
 
 
 def show_kill(kill: Event, checkpoint: Event, ending_s: float) -> None:
-    where = f"in epoch {kill['epoch']}, at position {kill['consumed']:,} of {kill['samples']:,}"
-    say("SIGKILL", f"[bold]kill -9[/] of rank {kill['rank']} (pid {kill['pid']}) {where}", style="red")
-    say("", f"torchrun ended the other ranks in {ending_s:.1f} s; the last checkpoint is at position "
-            f"{checkpoint['consumed']:,}")  # fmt: skip
+    say("SIGKILL", f"[bold]kill -9[/] of rank {kill['rank']} (pid {kill['pid']}) {_place(kill)}", style="red")
+    _show_end("the other ranks", checkpoint, ending_s)
+
+
+def show_lost_process(kill: Event, checkpoint: Event, error: str, ending_s: float) -> None:
+    of = f"rank {kill['rank']}'s loader process (pid {kill['pid']})"
+    say("SIGKILL", f"[bold]kill -9[/] of {of} {_place(kill)}", style="red")
+    say("", f"rank {kill['rank']}: {error.partition(';')[0]}")
+    _show_end("both ranks", checkpoint, ending_s)
+
+
+def _place(kill: Event) -> str:
+    return f"in epoch {kill['epoch']}, at position {kill['consumed']:,} of {kill['samples']:,}"
+
+
+def _show_end(ranks: str, checkpoint: Event, ending_s: float) -> None:
+    where = f"the last checkpoint is at position {checkpoint['consumed']:,}"
+    say("", f"torchrun ended {ranks} in {ending_s:.1f} s; {where}")
     _console.print()
 
 

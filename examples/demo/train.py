@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock import DistributedDataLoader
+from penstock.loader import WorkerError
 from penstock.trainer import (
     CheckpointConfig,
     DistributedTrainer,
@@ -81,6 +82,7 @@ def train(options: argparse.Namespace, world: World) -> None:
             transform=shift_sample,
             last_batch="partial",  # every sample of every epoch, so that the audit can ask for each
             audit_dir=options.audit,
+            place="process" if options.kill_loader and options.kill_loader[0] == world.rank else "threads",
         ) as loader,
         DistributedDataLoader(
             options.test, global_batch_size=120, shuffle=False, transform=read_sample, last_batch="pad"
@@ -100,9 +102,11 @@ def train(options: argparse.Namespace, world: World) -> None:
 
         def compute_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
             at = trainer.progress
-            if options.kill == (world.rank, at.epoch, at.step - at.epoch * len(loader)):
-                report(event="kill", rank=world.rank, pid=os.getpid(), **position(loader))
-                os.kill(os.getpid(), signal.SIGKILL)
+            here = (world.rank, at.epoch, at.step - at.epoch * len(loader))
+            if here in (options.kill, options.kill_loader):
+                pid = os.getpid() if here == options.kill else loader.metrics().loader_process
+                report(event="kill", rank=world.rank, pid=pid, **position(loader))
+                os.kill(pid, signal.SIGKILL)
             loss = functional.cross_entropy(model(batch["image"]), batch["label"], reduction="sum")
             return loss, len(batch["label"])
 
@@ -118,7 +122,11 @@ def train(options: argparse.Namespace, world: World) -> None:
         ) as trainer:
             if world.is_first:
                 report(event="start", world_size=world.world_size, steps=len(loader), **position(loader))
-            summary = trainer.train()
+            try:
+                summary = trainer.train()
+            except WorkerError as exc:
+                report(event="error", rank=world.rank, text=str(exc))
+                raise
             if world.is_first and not summary.stopped_early:
                 report(event="end", **summary.metrics)
 
@@ -169,6 +177,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--kill", type=lambda text: tuple(map(int, text.split(":"))), metavar="RANK:EPOCH:STEP",
                         help="kill this rank with SIGKILL there")  # fmt: skip
+    parser.add_argument("--kill-loader", type=lambda text: tuple(map(int, text.split(":"))), metavar="RANK:EPOCH:STEP",
+                        help="give this rank a loader process, and kill that with SIGKILL there")  # fmt: skip
     return parser.parse_args()
 
 

@@ -325,6 +325,10 @@ def check_decode(choice: DecodeChoice, raw: RawValues, processes: int = 0) -> No
         _require_mapping(choice)
 
 
+def _is_no_image(name: str) -> bool:
+    return False
+
+
 class FieldDecoders:
     """The decoder of each field, chosen when the field is first seen and kept from then on.
 
@@ -345,7 +349,7 @@ class FieldDecoders:
         self.raw = raw
         self.codec = codec
         self.settled: dict[str, FieldDecoder | None] = {}
-        self.are_images: Callable[[str], bool] = lambda name: False
+        self.are_images: Callable[[str], bool] = _is_no_image
         self.of_columns = False
         self.widens_on_device = False
         self.stored: set[str] = set()

@@ -42,7 +42,7 @@ class Delivery:
     ``dropped`` are the ids of those that this rank passed over to get to its own, ``left`` of those that fill no batch;
     ``is_last`` that no batch follows in the epoch. ``replaced`` (n, 2): those of ``logged``, or else ``ids``, that are
     bad, and their substitutes. ``laps``: the place of each source of a mixture after it, where that is not
-    arithmetic.
+    arithmetic; ``cursors``, from another process, those of each source's lanes there.
     """
 
     epoch: int
@@ -57,6 +57,7 @@ class Delivery:
     replaced: IntArray | None = None
     is_last: bool = False
     laps: Sequence[Lap] | None = None
+    cursors: Sequence[Cursors | None] | None = None
     is_end: bool = False
 
     @classmethod

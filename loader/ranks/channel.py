@@ -11,13 +11,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
+from uuid import uuid4
 
 import xxhash
 
-from ...storage.store_link import clone_store
+from ...storage.store_link import clone_store, innermost_store
 from ..dataset.exchange import translated
-from ..errors import ConfigError, LoaderClosedError
+from ..errors import ConfigError, DatasetError, LoaderClosedError
 
 LONG_S = 60.0
 _POLL_S = (0.0005, 0.05)
@@ -96,6 +98,27 @@ def number_loader(identity: str, world_size: int) -> str:
     return f"{name}/{_made[name]}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelAddress:
+    """Address of a channel for another process of the same rank: that of a TCP store, and the prefix of its keys."""
+
+    host: str
+    port: int
+    prefix: str
+
+    def open(self) -> Channel:
+        """Connect. Raises DatasetError where the store is gone."""
+        from torch.distributed import TCPStore
+
+        try:
+            store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
+        except RuntimeError as exc:
+            raise DatasetError(
+                f"the process group's store at {self.host}:{self.port} cannot be reached: {exc}"
+            ) from exc
+        return StoreChannel(store, self.prefix)
+
+
 def open_channel(name: str, world_size: int) -> Channel:
     """The channel of this name, which ``number_loader`` gave.
 
@@ -104,6 +127,43 @@ def open_channel(name: str, world_size: int) -> Channel:
     """
     if world_size == 1:
         return MemoryChannel()
+    store = _find_store(world_size)
+    inner = innermost_store(store)
+    if not _is_tcp(inner):
+        return StoreChannel(store, f"penstock/stream/{name}")
+    return StoreChannel(inner, f"{_agree_on_root(store)}/{name}")
+
+
+def locate_channel(name: str, world_size: int) -> ChannelAddress | None:
+    """The address of the channel that ``open_channel`` opens; None for a single rank, which needs none.
+
+    Raises:
+        ConfigError: there is no process group, or no other process can connect to its store.
+    """
+    if world_size == 1:
+        return None
+    store = _find_store(world_size)
+    inner = innermost_store(store)
+    if not _is_tcp(inner):
+        raise ConfigError(
+            f"a loader that drops samples with a process of its own: the process group's {type(inner).__name__} cannot "
+            "be reached from there; give init_process_group() a TCPStore, as env:// does, or use place='threads'"
+        )
+    return ChannelAddress(host=inner.host, port=inner.port, prefix=f"{_agree_on_root(store)}/{name}")
+
+
+def _is_tcp(store: Any) -> bool:
+    return type(store).__name__ == "TCPStore"
+
+
+def _agree_on_root(store: Any) -> str:
+    """Agree with all ranks on a prefix for keys in the innermost store: torch does not tell those of its wrappers."""
+    with translated(store):
+        return bytes(store.compare_set("penstock/stream", "", f"penstock/stream/{uuid4().hex}")).decode()
+
+
+def _find_store(world_size: int) -> Any:
+    """Find the process group's store. Raises ConfigError where there is none."""
     distributed = sys.modules.get("torch.distributed")  # imported by whoever initialised it
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         raise ConfigError(
@@ -111,8 +171,7 @@ def open_channel(name: str, world_size: int) -> Channel:
             "lane is known only to the rank that reads it, so ranks must tell each other. Call "
             "torch.distributed.init_process_group() before the first batch, on any backend"
         )
-    store = distributed.distributed_c10d._get_default_store()
-    return StoreChannel(store, f"penstock/stream/{name}")
+    return distributed.distributed_c10d._get_default_store()
 
 
 def wait_for_ranks(

@@ -27,6 +27,7 @@ from .channel import Channel, MemoryChannel
 
 if TYPE_CHECKING:
     from ..columns import IntArray
+    from .channel import ChannelAddress
 
 _ANCHOR, _FRONTIER, _END = 0, 1, 2
 _LEAVE_S = 2.0
@@ -283,8 +284,16 @@ class PlainLedger(EpochLedger):
 class Ledgers:
     """The ledgers of one loader, an epoch each: of those at and after the last one opened. Used by any thread."""
 
-    def __init__(self, channel: Callable[[], Channel], *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        channel: Callable[[], Channel],
+        *,
+        rank: int,
+        world_size: int,
+        locate: Callable[[], ChannelAddress | None] = lambda: None,
+    ) -> None:
         self._open_channel = channel
+        self._locate = locate
         self._channel: Channel | None = None
         self._rank = rank
         self._world_size = world_size
@@ -302,6 +311,15 @@ class Ledgers:
                     self._channel, f"{order}/{epoch}", lanes=lanes, rank=self._rank, world_size=self._world_size
                 )
             return self._ledgers[key]
+
+    def locate_channel(self) -> ChannelAddress | None:
+        """The address of the channel for another process; None for a single rank. Raises as ``locate`` does."""
+        return self._locate()
+
+    def connect(self, address: ChannelAddress) -> None:
+        """Use the channel at an address, unless one is open."""
+        with self._lock:
+            self._open_channel = address.open
 
     def find(self, order: str, epoch: int) -> EpochLedger | None:
         """The ledger of an epoch, if it has been opened."""

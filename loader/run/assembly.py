@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from ..config.loader_config import LoaderConfig
     from ..order.costs.costs import Cost, SampleCosts
     from ..pipeline.assembler import Assembler, Equipment, Start
+    from ..pipeline.beside.requests import Known
     from ..ranks.ledger import Ledgers
-    from ..reading.bad.samples import BadSamples
+    from ..reading.bad.quarantine import BadChunk
+    from ..reading.bad.samples import BadNews, BadSamples
     from ..sources.kinds import Kind
     from ..sources.quarantine import Quarantine
     from ..sources.sources import Sources
@@ -40,6 +42,28 @@ class Reading:
     ledgers: Ledgers | None
     is_logged: bool
     bad: Sequence[BadSamples | None]
+
+    def export(self) -> Known:
+        """Describe what another process needs to know before it reads. Raises as ``locate_channel`` does."""
+        from ..pipeline.beside.requests import Known
+
+        return Known(
+            bad=[bad.export() for bad in self.bad if bad is not None],
+            bad_chunks=self.quarantine.records,
+            channel=None if self.ledgers is None else self.ledgers.locate_channel(),
+        )
+
+    def learn(self, known: Known) -> None:
+        """Take over what ``export`` described in another process."""
+        self.absorb(known.bad, known.bad_chunks)
+        if self.ledgers is not None and known.channel is not None:
+            self.ledgers.connect(known.channel)
+
+    def absorb(self, bad: Sequence[BadNews], bad_chunks: Sequence[BadChunk]) -> None:
+        """Take over what another process has found to be bad."""
+        for known, news in zip([known for known in self.bad if known is not None], bad, strict=True):
+            known.absorb(news)
+        self.quarantine.absorb(bad_chunks)
 
     def apart(self) -> Reading:
         """Make a copy for a preview, which shares nothing with a running pipeline and posts nothing to other ranks."""
@@ -104,12 +128,17 @@ def _open_index(config: LoaderConfig, sources: Sources, cost: Cost) -> Sequence[
 
 
 def _open_ledgers(identity: str, config: LoaderConfig) -> Ledgers:
-    from ..ranks.channel import number_loader, open_channel
+    from ..ranks.channel import locate_channel, number_loader, open_channel
     from ..ranks.ledger import Ledgers
 
     rank, world_size = config.share.rank, config.share.world_size
-    channel = partial(open_channel, number_loader(identity, world_size), world_size)
-    return Ledgers(channel, rank=rank, world_size=world_size)
+    name = number_loader(identity, world_size)
+    return Ledgers(
+        partial(open_channel, name, world_size),
+        rank=rank,
+        world_size=world_size,
+        locate=partial(locate_channel, name, world_size),
+    )
 
 
 def make_assembler(

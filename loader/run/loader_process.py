@@ -22,11 +22,10 @@ from ..counters import Counters
 from ..decoding.workers.channel import Channel
 from ..decoding.workers.main import Unusable, begin_work, load_code
 from ..errors import ConfigError, LoaderClosedError
-from ..pipeline.assembler import Start
 from ..pipeline.beside.board import Board, Report
 from ..pipeline.beside.failures import describe_failure
 from ..pipeline.beside.frames import Frame
-from ..pipeline.beside.requests import BATCH, FAILED, GONE, MESSAGE, NEW, Begin, End, Trace, Warned
+from ..pipeline.beside.requests import BATCH, FAILED, GONE, MESSAGE, NEW, Begin, End, News, Trace, Warned
 from ..pipeline.beside.slots import FilledSlot
 from ..sources.opening import open_sources
 from .assembly import make_sampler
@@ -80,7 +79,10 @@ class Server:
     def __init__(self, work: Work, feed: socket.socket, board: Board) -> None:
         config, counters, resources = work.config, Counters(), Resources()
         sources = resources.store = open_sources(config, counters)
-        self._run = Run(config, sources, make_sampler(config, sources), resources, counters)
+        self._run = run = Run(config, sources, make_sampler(config, sources), resources, counters)
+        self._packing = run.reading.counts if sources.has_streams and sources.is_mixed else ()
+        for bad in filter(None, run.reading.bad):
+            bad.take_news()  # from now on
         self._work = work.digest
         self._feed = feed
         self._board = board
@@ -125,7 +127,8 @@ class Server:
         share = replace(sampler.share, global_batch_size=size, weights=weights)
         if share != sampler.share:
             sampler.schedule.set_share(share, (request.epoch, request.position))
-        start = Start(order=sampler.order, share=share, epoch=request.epoch, position=request.position)
+        run.reading.learn(begin.known)
+        start = run.start(request.epoch, request.position)
         with self._filling, self._changing:
             self._generation, self._sent = begin.generation, 0
             self._free = queue.SimpleQueue()
@@ -186,6 +189,10 @@ class Server:
         while (number := free.get()) is not None:
             try:
                 item = pipeline.get()
+                with self._filling:
+                    if free is not self._free:
+                        return
+                    item = self._follow(item)
                 frame = self._frame_of(item)
                 kind = BATCH
                 if not item.is_end:
@@ -193,7 +200,7 @@ class Server:
             except BaseException as exc:  # noqa: BLE001 - raised where the loop waits for this batch
                 if isinstance(exc, LoaderClosedError) and pipeline.is_stopped:
                     return
-                frame, kind = Frame((describe_failure(exc), self._take_warnings()), None), FAILED
+                frame, kind = Frame((describe_failure(exc), self._take_news()), None), FAILED
             with self._filling:
                 if free is not self._free:
                     return
@@ -207,10 +214,17 @@ class Server:
                 return
             del item, frame  # while this waits for another it keeps no batch
 
+    def _follow(self, item: Delivery) -> Delivery:
+        """Note that a delivery is on its way, and tell what a state after it needs of what was read."""
+        sampler = self._run.sampler
+        sampler.take(item)
+        unsized = sampler.schedule.unsized
+        return item if unsized is None else replace(item, cursors=unsized.cursors_after(item))
+
     def _frame_of(self, item: Delivery) -> Frame:
-        warned = self._take_warnings()
+        news = self._take_news()
         try:
-            return Frame((replace(item, batch=None), warned), item.batch)
+            return Frame((replace(item, batch=None), news), item.batch)
         except Exception as exc:
             raise ConfigError(
                 f"a batch cannot be sent from the loader's process to the training process ({exc}); have transform= "
@@ -225,21 +239,31 @@ class Server:
             if len(self._warned) < _MOST_WARNINGS:
                 self._warned.append(Warned(pickle.dumps(warning), path, line))
 
-    def _take_warnings(self) -> list[Warned]:
+    def _take_news(self) -> News:
         warned, self._warned = self._warned, []
-        return warned
+        reading = self._run.reading
+        bad = [bad.take_news() for bad in reading.bad if bad is not None]
+        return News(warned, bad, reading.quarantine.records)
 
     def _report_on(self) -> None:
         while True:
             time.sleep(_REPORT_S)
             self._report()
 
+    def _estimate(self) -> Mapping[int, float]:
+        unsized = self._run.sampler.schedule.unsized
+        if unsized is None or not unsized.is_mixed:
+            return {}
+        found = {k: unsized.estimate(k) for k, kind in enumerate(unsized.kinds) if kind}
+        return {number: whole for number, whole in found.items() if whole is not None}
+
     def _report(self) -> None:
         run = self._run
         pipeline, store = run.resources.pipeline, run.resources.store
-        totals = run.counters.totals().to_dict()
+        totals = [counters.totals().to_dict() for counters in (run.counters, *self._packing)]
         for name in _BY_THE_LOOP:
-            del totals[name]
+            del totals[0][name]
+        totals[1:] = [{name: amount for name, amount in each.items() if amount} for each in totals[1:]]
         levels: Mapping[str, Any] = {}
         activity: Mapping[str, Any] = {}
         if pipeline is not None and not pipeline.is_stopped:
@@ -251,6 +275,7 @@ class Server:
                 generation=self._generation,
                 sent=self._sent,
                 totals=totals,
+                estimates=self._estimate(),
                 store=count_store(store),
                 levels=levels,
                 activity=activity,

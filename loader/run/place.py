@@ -77,7 +77,7 @@ def _reasons_for_threads(config: LoaderConfig, sources: Sources) -> Iterator[str
 
 def _works_on_samples(source: OpenSource) -> bool:
     choice = source.options.decode
-    if source.options.transform is not None:
+    if source.options.transform is not None or callable(source.options.keep):
         return True
     if isinstance(choice, Mapping):
         return any(decoder is not None for decoder in choice.values())
@@ -90,16 +90,10 @@ def _obstacles(config: LoaderConfig, sources: Sources) -> Iterator[str]:
         yield "this system has no memory without names to share (memfd_create)"
     if not Path(sys.executable or "").name.startswith("python") or getattr(sys, "frozen", False):
         yield "an application that Python is part of would be started again"
-    if sources.has_streams:
-        yield "keep=, may_drop=, packing= and on_error='skip' have ranks tell each other of their progress"
-    if config.errors.goes_on or config.errors.max_bad_chunks:
-        yield "on_error= and max_bad_chunks= keep account of what is bad in the training process"
     if config.raw == "view":
         yield "raw='view' hands out memory of the process that reads"
     if config.codec is not None:
         yield "ImageDecoder(device='cuda') decodes in the process that trains"
-    if config.fields_by_stage is not None or config.sequence_cut is not None:
-        yield "fields_by_stage= and sequence_cut= belong to a mesh of the training process"
     for source in sources:
         if source.manifest.url.startswith(_OF_THIS_PROCESS):
             yield f"{source.manifest.url} lies in the memory of the training process"
@@ -121,7 +115,6 @@ def _make_work(config: LoaderConfig, sources: Sources) -> Work:
         "data_dims": None,
         "device": None,
         "cuda": None,
-        "audit_dir": None,
     }.items():
         object.__setattr__(sent, name, value)
     return Work(_digest(sent), sent)
@@ -129,8 +122,9 @@ def _make_work(config: LoaderConfig, sources: Sources) -> Work:
 
 def _digest(config: LoaderConfig) -> str:
     """Digest what a batch of given samples depends on; empty where that cannot be pickled."""
-    names = ("collate", "raw", "with_ids", "last_batch", "seed", "columns")
-    of_sources = [[getattr(one.given, name) for name in ("decode", "transform", "columns")] for one in config.sources]
+    names = ("collate", "raw", "with_ids", "last_batch", "seed", "columns", "errors", "group")
+    of_source = ("decode", "transform", "columns", "keep", "may_drop", "packing")
+    of_sources = [[getattr(one.given, name) for name in of_source] for one in config.sources]
     parts = [[getattr(config, name) for name in names], of_sources]
     with suppress(Exception):
         return xxhash.xxh3_128_hexdigest(pickle.dumps(parts, pickle.HIGHEST_PROTOCOL))
@@ -147,7 +141,9 @@ def code_of(work: bytes) -> Code:
 
 def _name_unsendable(config: LoaderConfig, error: Exception) -> str:
     of_sources = (
-        (name, getattr(one.given, name)) for one in config.sources for name in ("transform", "decode", "format")
+        (name, getattr(one.given, name))
+        for one in config.sources
+        for name in ("transform", "decode", "keep", "packing", "format")
     )
     for name, value in (("collate", config.collate), *of_sources):
         try:

@@ -180,7 +180,8 @@ class Run:
 
         cuda = self.config.cuda
         pinned = PinnedSlots(None if cuda is None else CudaLocks(cuda))
-        self.resources.process = LoaderProcess(lambda: code_of(work), self.counters, pinned)
+        counters = [self.counters, *self.reading.counts]
+        self.resources.process = LoaderProcess(lambda: code_of(work), counters, pinned, self.reading.absorb)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -314,6 +315,7 @@ class Run:
         pipeline = self.resources.pipeline = RemotePipeline(
             process,
             self._name_request(),
+            self.reading.export(),
             options=self.tune(),
             counters=self.counters,
             feeder=None if device is None else DeviceFeeder(device),
@@ -418,6 +420,9 @@ class Run:
         schedule, upcoming = self.sampler.schedule, self.sampler.upcoming
         if not isinstance(schedule, MixtureSchedule):
             return metrics
+        process = self.resources.process
+        if process is not None and schedule.unsized is not None:
+            schedule.unsized.estimates = process.report().estimates or schedule.unsized.estimates
         _, here = schedule.cursor_at(*upcoming)
         progress = {}
         for number, (source, taken) in enumerate(zip(self.sources, here.taken, strict=True)):

@@ -346,8 +346,7 @@ class MixtureSchedule(Schedule):
         lap = self.unsized.laps_at(*here)[number]
         if lap.epoch:  # finished epochs give an estimate of the outputs of one
             return lap.epoch + min(lap.outputs * lap.epoch / (taken - lap.outputs), 0.999)
-        ledger = self.unsized.find_ledger(number, 0)
-        whole = None if ledger is None else ledger.estimate(lane_sizes(source.num_samples, self._order.lanes))
+        whole = self.unsized.estimate(number)
         return min(lap.outputs / whole, 0.999) if whole else 0.0
 
     # -- states ---------------------------------------------------------------------------------------------------

@@ -141,14 +141,13 @@ class Sampler:
 
     def save(self) -> tuple[Any, ...]:
         """Save its place, for ``restore``."""
-        read = None if self._unsized is None else (self._unsized.has_ended, self._unsized.here)
-        return self.epoch, self.consumed, self.is_loaded, read
+        return self.epoch, self.consumed, self.is_loaded, None if self._unsized is None else self._unsized.save()
 
     def restore(self, saved: tuple[Any, ...]) -> None:
         """Go back to the place that ``save`` returned."""
         self.epoch, self.consumed, self.is_loaded, read = saved
         if self._unsized is not None:
-            self._unsized.has_ended, self._unsized.here = read
+            self._unsized.restore(read)
 
     def _go_to(self, epoch: int, consumed: int, *, is_back: bool = False) -> None:
         self.epoch, self.consumed = epoch, consumed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,11 @@ class Quarantine:
         with self._lock:
             records = list(self._records.values())
         return sorted(records, key=lambda record: self._sources.of_chunk(record.chunk)[0])
+
+    def absorb(self, records: Iterable[BadChunk]) -> None:
+        """Take over chunks that another process has replaced and warned of."""
+        with self._lock:
+            self._records |= {record.chunk: record for record in records}
 
     def apart(self, sources: Sources) -> Quarantine:
         """Make a quarantine for a preview, over its own ``sources``: it counts and reports separately."""

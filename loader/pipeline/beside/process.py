@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,14 @@ from .board import Board, Report
 from .failures import Failure, make_error
 from .frames import read_frame
 from .pinning import PinnedSlots
-from .requests import BATCH, FAILED, FREE, GONE, MESSAGE, NEW, Begin, End, Request, Trace, Warned
+from .requests import BATCH, FAILED, FREE, GONE, MESSAGE, NEW, Begin, End, Known, Request, Trace, Warned
 from .slots import Slot, Slots
 
 if TYPE_CHECKING:
     from ...counters import Counters
     from ...decoding.workers.main import Code
+    from ...reading.bad.quarantine import BadChunk
+    from ...reading.bad.samples import BadNews
     from ..tuning import PipelineOptions
 
 _MODULE = "run.loader_process"
@@ -40,13 +42,22 @@ _FEED_BYTES = 1 << 20
 class LoaderProcess:
     """One process beside this one, for all pipelines of a loader, one after another.
 
+    What it does is added to ``counters``: of the loader, and then of each source. ``absorb`` gets what is bad.
+
     ``start``, ``begin``, ``end`` and ``receive`` are for the training loop's thread; any may call all else. If the
     process dies, ``start`` starts another. Mutable state: the process and what leads to it, the slots, the number of
     the pipeline, and the last report that was added to the counters.
     """
 
-    def __init__(self, code: Callable[[], Code], counters: Counters, pinned: PinnedSlots) -> None:
+    def __init__(
+        self,
+        code: Callable[[], Code],
+        counters: Sequence[Counters],
+        pinned: PinnedSlots,
+        absorb: Callable[[Sequence[BadNews], Sequence[BadChunk]], None],
+    ) -> None:
         self._code = code
+        self._absorb = absorb
         self._counters = counters
         self._pinned = pinned
         self._worker: Worker | None = None
@@ -188,7 +199,7 @@ class LoaderProcess:
 
     # -- calls, each with an answer -----------------------------------------------------------------------------------
 
-    def begin(self, request: Request, options: PipelineOptions, most_bytes: int) -> int:
+    def begin(self, request: Request, known: Known, options: PipelineOptions, most_bytes: int) -> int:
         """Begin a pipeline in the process, and return its number. Raises what it raised there."""
         with self._calling:
             self._slots.limit(most_bytes)
@@ -200,9 +211,10 @@ class LoaderProcess:
             begin = Begin(
                 generation=self._generation,
                 request=request,
+                known=known,
                 options=options,
                 slots=self._slots.find_free(),
-                is_traced=self._counters.timeline is not None,
+                is_traced=self._counters[0].timeline is not None,
             )
             self._call(begin)
             return self._generation
@@ -307,8 +319,9 @@ class LoaderProcess:
         memory, is_lent = self._slots.take(number, nbytes, used)
         if not is_lent:
             self._send(FREE, number)
-        (about, warned), batch = read_frame(memory)
-        for one in warned:
+        (about, news), batch = read_frame(memory)
+        self._absorb(news.bad, news.bad_chunks)
+        for one in news.warned:
             _warn(one)
         if kind == FAILED:
             assert isinstance(about, Failure)
@@ -378,10 +391,12 @@ class LoaderProcess:
             board = self._board
             if board is None:
                 return
-            report, before = board.read(), self._seen.totals
+            report = board.read()
             if report is not self._seen:
-                change = {name: amount - before.get(name, 0) for name, amount in report.totals.items()}
-                self._counters.absorb({name: amount for name, amount in change.items() if amount})
+                seen = [*self._seen.totals, *({} for _ in report.totals)]
+                for counters, totals, before in zip(self._counters, report.totals, seen, strict=False):
+                    change = {name: amount - before.get(name, 0) for name, amount in totals.items()}
+                    counters.absorb({name: amount for name, amount in change.items() if amount})
                 self._seen = report
 
     def count_store(self) -> StoreCounts:

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from ..assembler import Delivery
     from ..tuning import PipelineOptions
     from .process import LoaderProcess
-    from .requests import Request
+    from .requests import Known, Request
 
 _STAGED = 2  # batches on the device ahead of the loop
 _LEVELS = frozenset(field.name for field in fields(Levels))
 
 
 class RemotePipeline:
-    """Delivers what a pipeline in ``process`` makes for ``request``; no thread of this process works for it.
+    """Delivers what a pipeline in ``process``, which gets what is ``known``, makes for ``request``.
+
+    No thread of this process works for it.
 
     As ``Pipeline`` to those who use it: ``get`` is for the training loop's thread, all else for any.
     """
@@ -36,13 +38,14 @@ class RemotePipeline:
         self,
         process: LoaderProcess,
         request: Request,
+        known: Known,
         *,
         options: PipelineOptions,
         counters: Counters,
         feeder: DeviceFeeder | None = None,
     ) -> None:
         self._process = process
-        self._request = request
+        self._request, self._known = request, known
         self._counters = counters
         # Half of what batches may take is for those that wait in shared memory.
         half = options.batch_budget_bytes // 2
@@ -59,7 +62,7 @@ class RemotePipeline:
     def start(self) -> None:
         """Start the process, if it does not run, and the pipeline in it; called once."""
         self._process.start()
-        self._generation = self._process.begin(self._request, self._options, self._most_bytes)
+        self._generation = self._process.begin(self._request, self._known, self._options, self._most_bytes)
 
     # -- the training loop's thread -----------------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ...ranks.channel import ChannelAddress
+    from ...reading.bad.quarantine import BadChunk
+    from ...reading.bad.samples import BadNews
     from ..tuning import PipelineOptions
 
 # Messages beside the calls: the kind, the numbers of the pipeline and of a slot, its size, and how much of it is used.
@@ -36,11 +39,21 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """Facts that a new process lacks: what is bad, by source, and where ranks share what their lanes yield."""
+
+    bad: Sequence[BadNews]
+    bad_chunks: Sequence[BadChunk]
+    channel: ChannelAddress | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
     """Begin pipeline number ``generation``, with ``slots`` to fill; ``is_traced``: its spans are wanted."""
 
     generation: int
     request: Request
+    known: Known
     options: PipelineOptions
     slots: Sequence[int]
     is_traced: bool
@@ -65,3 +78,15 @@ class Warned:
     warning: bytes
     path: str
     line: int
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a delivery or failure brings beside itself: warnings, and what was found to be bad since the last one.
+
+    ``bad`` is by source; ``bad_chunks`` are all so far.
+    """
+
+    warned: Sequence[Warned]
+    bad: Sequence[BadNews]
+    bad_chunks: Sequence[BadChunk]

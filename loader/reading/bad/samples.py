@@ -7,7 +7,7 @@ import itertools
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,17 @@ class Limit:
     shown: str
 
 
+@dataclass(frozen=True, slots=True)
+class BadNews:
+    """Bad samples that were found: the ids of each epoch with the step that failed, and records with their numbers."""
+
+    epochs: Mapping[int, Mapping[int, str]]
+    records: Sequence[tuple[int, Quarantined]]
+
+    def __bool__(self) -> bool:
+        return bool(self.epochs or self.records)
+
+
 class BadSamples:
     """Counts each bad sample of a data set once an epoch. Used by the assembler's and the batches' threads, by a lock.
 
@@ -63,7 +74,29 @@ class BadSamples:
         self._written: set[tuple[str, int]] = set()
         self._records: deque[tuple[int, Quarantined]] = deque(maxlen=_KEPT)
         self._in_a_row = 0
+        self._news: BadNews | None = None
         self._lock = threading.Lock()
+
+    def take_news(self) -> BadNews:
+        """Take what was found since this was last called, for another process; at first that is nothing."""
+        with self._lock:
+            news, self._news = self._news, BadNews({}, [])
+        return news or self._news
+
+    def export(self) -> BadNews:
+        """Describe all that is known."""
+        with self._lock:
+            return BadNews({epoch: dict(bad) for epoch, bad in self._epochs.items()}, list(self._records))
+
+    def absorb(self, news: BadNews) -> None:
+        """Take over what another process found, which has counted, written and warned of it."""
+        with self._lock:
+            for epoch, bad in news.epochs.items():
+                self._of(epoch).update(bad)
+            for _, entry in news.records:
+                if (entry.kind, entry.id) not in self._written:
+                    self._written.add((entry.kind, entry.id))
+                    self._records.append((next(_NUMBERS), entry))
 
     @property
     def records(self) -> list[tuple[int, Quarantined]]:
@@ -80,7 +113,16 @@ class BadSamples:
     def note_avoided(self, epoch: int, ids: Sequence[int]) -> None:
         """Samples that were not tried."""
         with self._lock:
-            self._of(epoch).update((sample_id, "avoid") for sample_id in ids if sample_id not in self._of(epoch))
+            self._note(epoch, ids, "avoid")
+
+    def _note(self, epoch: int, ids: Sequence[int], step: str) -> None:
+        bad = self._of(epoch)
+        new = {sample_id: step for sample_id in ids if sample_id not in bad}
+        bad.update(new)
+        if self._news is not None and new:
+            epochs = dict(self._news.epochs)
+            epochs[epoch] = {**epochs.get(epoch, {}), **new}
+            self._news = replace(self._news, epochs=epochs)
 
     def tell(self, entry: Quarantined, ids: Sequence[int] | None = None) -> None:
         """Count a bad sample, or the samples ``ids`` of a bad chunk, and write it down.
@@ -90,13 +132,13 @@ class BadSamples:
         """
         entry = entry if self._source is None else replace(entry, source=self._source)
         with self._lock:
-            bad = self._of(entry.epoch)
-            for sample_id in [entry.id] if ids is None else ids:
-                bad.setdefault(sample_id, entry.step)
+            self._note(entry.epoch, [entry.id] if ids is None else ids, entry.step)
             self._in_a_row += entry.step == "transform"
             if (entry.kind, entry.id) not in self._written:
                 self._written.add((entry.kind, entry.id))
                 self._records.append((next(_NUMBERS), entry))
+                if self._news is not None:
+                    self._news = replace(self._news, records=[*self._news.records, self._records[-1]])
                 if self._file is not None:
                     self._file.append(entry)
                 if len(self._written) == 1 and entry.kind == "sample":

@@ -18,7 +18,7 @@ from penstock.loader.pipeline.assembler import Delivery
 from penstock.loader.pipeline.beside.frames import Frame, read_frame
 from penstock.loader.pipeline.beside.pinning import PinnedSlots
 from penstock.loader.pipeline.beside.remote import RemotePipeline
-from penstock.loader.pipeline.beside.requests import Request
+from penstock.loader.pipeline.beside.requests import Known, Request
 from penstock.loader.pipeline.beside.slots import FilledSlot, Slots
 from penstock.loader.pipeline.tuning import PipelineOptions
 
@@ -26,6 +26,7 @@ ROWS = 20_000
 REQUEST = Request(
     fingerprint="f", order={}, epoch=0, position=0, rank=0, world_size=1, global_batch_size=1, weights=None, work="w"
 )
+KNOWN = Known(bad=(), bad_chunks=(), channel=None)
 
 
 class MadeLocks:
@@ -124,7 +125,8 @@ def make(*, locks: MadeLocks | None, on_device: bool) -> tuple[RemotePipeline, M
     )
     process = MadeProcess(PinnedSlots(locks))
     feeding, device = feeder() if on_device else (None, None)
-    pipeline = RemotePipeline(process, REQUEST, options=options, counters=Counters(), feeder=feeding)  # type: ignore[arg-type]
+    made: Any = process
+    pipeline = RemotePipeline(made, REQUEST, KNOWN, options=options, counters=Counters(), feeder=feeding)
     pipeline.start()
     return pipeline, process, device
 

@@ -1,0 +1,164 @@
+"""The tests of this folder with the loaders' pipelines in processes of their own: those of ``PENSTOCK_TEST_PLACE``.
+
+``PENSTOCK_TEST_PLACE=process pytest tests/loader`` runs them so. What a process cannot do is done by threads, as under
+"auto". Processes are forked from one that has imported torch, which takes a hundredth of the time of a start.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from penstock import DistributedDataLoader
+from penstock.loader.decoding.workers import process as worker_process
+from penstock.loader.decoding.workers.process import Worker
+from penstock.loader.errors import ConfigError
+from penstock.loader.pipeline.beside import process as loader_process
+from penstock.loader.run import place as places
+
+PLACE = os.environ.get("PENSTOCK_TEST_PLACE", "threads")
+_REAPS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
+
+
+@contextmanager
+def pipelines_in(place: str) -> Iterator[list[str]]:
+    """Have loaders that do not say where their pipeline runs have it in ``place``; where that cannot be, in threads.
+
+    Yields the reasons why it could not be, as they are given.
+    """
+    init, choose, reasons = DistributedDataLoader.__init__, places.choose_place, list[str]()
+
+    def made(self: DistributedDataLoader[Any], *args: Any, **options: Any) -> None:
+        init(self, *args, **{"place": place} | options)
+
+    def chosen(config: Any, sources: Any) -> Any:
+        try:
+            return choose(config, sources)
+        except ConfigError as exc:
+            if not str(exc).startswith("place='process': "):
+                raise
+            reasons.append(str(exc))
+            return places.Place(str(exc))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DistributedDataLoader, "__init__", made)
+        patched.setattr(places, "choose_place", chosen)
+        yield reasons
+
+
+class Forked:
+    """A process that is a child by adoption, with the part of ``Popen`` that workers use."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                pid, status = self.pid, 0
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + (3600 if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("forked", timeout or 0)
+            time.sleep(0.002)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Nursery:
+    """A process with one thread that has imported what loaders' processes need, and forks them."""
+
+    def __init__(self) -> None:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_REAPS_ORPHANS, 1, 0, 0, 0)  # so that they become children of this process
+        self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+
+    def start(
+        self, module: str = "", descriptors: Sequence[int] = (), *, title: str = "worker process", cure: str = ""
+    ) -> Worker:
+        ours, theirs = socket.socketpair()
+        request = json.dumps([[entry or os.getcwd() for entry in sys.path], os.getcwd(), dict(os.environ)]).encode()
+        with theirs:
+            passed = array.array("i", [theirs.fileno(), *descriptors, 1, 2])
+            self._end.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+        pid = int(self._end.recv(64))
+        forked: Any = Forked(pid)
+        return Worker(forked, ours, title=title)
+
+    def close(self) -> None:
+        self._end.close()
+        self._process.wait()
+
+
+@contextmanager
+def quick_starts() -> Iterator[None]:
+    """Fork the loaders' processes from one that is ready; others, such as ``processes=``, start as ever."""
+    nursery, start = Nursery(), worker_process.start_process
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loader_process, "start_process", nursery.start)
+        assert worker_process.start_process is start
+        yield
+    nursery.close()
+
+
+def _nurse(descriptor: int) -> None:
+    from penstock.loader.run.loader_process import main
+
+    end = socket.socket(fileno=descriptor)
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(end, 1 << 20, 8)
+        if not request:
+            os._exit(0)
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            for one in descriptors:
+                os.close(one)
+            continue
+        between = os.getpid()
+        pid = os.fork()
+        if pid:
+            end.send(str(pid).encode())
+            os._exit(0)
+        end.close()
+        while os.getppid() == between:  # until it is adopted
+            time.sleep(0.001)
+        sys.path[:], folder, environment = json.loads(request)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        *passed, out, err = descriptors
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.close(out)
+        os.close(err)
+        main(*passed)
+
+
+if __name__ == "__main__":
+    _nurse(int(sys.argv[1]))
