@@ -213,20 +213,24 @@ class Case:
 
 
 _WORKERS = (("processes", 2), ("transform", double_label))
+_BESIDE = (("place", "process"), ("transform", double_label))
 CASES: dict[str, Case] = {
     "epochs": Case(epochs, "epochs"),
     "epochs-views": Case(epochs, "epochs", options=(("raw", "view"),)),
     "epochs-processes": Case(epochs, "epochs", options=_WORKERS),
+    "epochs-place": Case(epochs, "epochs", options=_BESIDE),
     "epochs-cache": Case(epochs, "epochs", "mem", (("cache_dir", "cache"),)),
     "epochs-s3": Case(epochs, "epochs", "s3"),
     "cycles": Case(cycles, "cycles"),
     "cycles-views": Case(cycles, "cycles", options=(("raw", "view"),)),
     "cycles-processes": Case(cycles, "cycles", options=_WORKERS),
+    "cycles-place": Case(cycles, "cycles", options=_BESIDE),
     "cycles-cache": Case(cycles, "cycles", "mem", (("cache_dir", "cache"),)),
     "cycles-s3": Case(cycles, "cycles", "s3", (("cache_dir", "cache"),)),
     "dropped": Case(dropped, "cycles"),
     "dropped-views": Case(dropped, "cycles", options=(("raw", "view"),)),
     "forks": Case(forks, "cycles"),
+    "forks-place": Case(forks, "cycles", options=_BESIDE),
 }
 
 

@@ -17,6 +17,7 @@ from .proxy import FaultProxy
 from .stage import Stage, StageError
 
 STOPPED_S = 4.0
+LOADER = b"run.loader_process"
 _RANKS = 3
 
 
@@ -47,30 +48,34 @@ def signal_launcher(number: signal.Signals) -> Callable[[Stage], None]:
     return inject
 
 
-def workers_of(pid: int) -> list[int]:
-    """The worker processes of a rank."""
+def workers_of(pid: int, module: bytes = b"workers.main") -> list[int]:
+    """The processes that a rank started to run a module: its workers, or its loader's process."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"workers.main" in (path.parent / "cmdline").read_bytes():
+            if parent == pid and module in (path.parent / "cmdline").read_bytes():
                 found.append(int(path.parent.name))
     return sorted(found)
 
 
-def signal_worker(number: signal.Signals) -> Callable[[Stage], None]:
+def signal_one(number: signal.Signals, pick: Callable[[Stage, random.Random], int]) -> Callable[[Stage], None]:
     def inject(stage: Stage) -> None:
         draw = at_a_moment(stage)
-        os.kill(pick_worker(stage, draw), number)
+        os.kill(pick(stage, draw), number)
 
     return inject
 
 
-def pick_worker(stage: Stage, draw: random.Random) -> int:
-    workers = workers_of(stage.run.pid_of(0))
+def pick_worker(stage: Stage, draw: random.Random, module: bytes = b"workers.main") -> int:
+    workers = workers_of(stage.run.pid_of(0), module)
     if not workers:
-        raise StageError("the rank has no worker processes")
+        raise StageError("the rank has no such process")
     return draw.choice(workers)
+
+
+def pick_loader(stage: Stage, draw: random.Random) -> int:
+    return pick_worker(stage, draw, LOADER)
 
 
 def suspend(find: Callable[[Stage, random.Random], int]) -> Callable[[Stage], None]:
@@ -117,15 +122,25 @@ PROCESS_CASES: list[Case] = [
     Case(name="stop-launcher", group="process", fault=f"SIGSTOP of torchrun, SIGCONT {STOPPED_S:.0f} s later",
          sees="nothing", inject=suspend(lambda stage, draw: stage.run.process.pid), **_TOGETHER),
     Case(name="kill-worker", group="process", fault="SIGKILL of one of 2 worker processes",
-         sees="names the signal and the samples", inject=signal_worker(signal.SIGKILL),
+         sees="names the signal and the samples", inject=signal_one(signal.SIGKILL, pick_worker),
          errors=("WorkerError",), job={"loader": {"processes": 2}}),
     Case(name="term-worker", group="process", fault="SIGTERM of one of 2 worker processes",
-         sees="nothing: workers end with their rank", inject=signal_worker(signal.SIGTERM),
+         sees="nothing: workers end with their rank", inject=signal_one(signal.SIGTERM, pick_worker),
          job={"loader": {"processes": 2}}),
     Case(name="stop-worker", group="process",
          fault=f"SIGSTOP of one of 2 worker processes, SIGCONT {STOPPED_S:.0f} s later",
          sees="a pause; `loader.activity()` names the process (a `WorkerError` after 60 s)",
          inject=suspend(pick_worker), job={"loader": {"processes": 2}}),
+    Case(name="kill-loader", group="process", fault="SIGKILL of the loader's process", sees="names the signal",
+         inject=signal_one(signal.SIGKILL, pick_loader), errors=("WorkerError",), names="was killed by SIGKILL",
+         error_s=10, job={"loader": {"place": "process"}}),
+    Case(name="term-loader", group="process", fault="SIGTERM of the loader's process",
+         sees="nothing: it ends with its rank", inject=signal_one(signal.SIGTERM, pick_loader),
+         job={"loader": {"place": "process"}}),
+    Case(name="stop-loader", group="process",
+         fault=f"SIGSTOP of the loader's process, SIGCONT {STOPPED_S:.0f} s later",
+         sees="a pause; `loader.activity()` names the process (a `WorkerError` after 60 s)",
+         inject=suspend(pick_loader), job={"loader": {"place": "process"}}),
     Case(name="one-rank-refused", group="process", fault="403 for good for one of 3 ranks, without collectives",
          sees="on all ranks in seconds, with the rank that failed first, the shard and the reason",
          prepare=one_rank_refused, inject=nothing, ranks=_RANKS, torchrun=True,

@@ -28,6 +28,7 @@ from .bench import Bench
 from .disk_cases import delete, flip, harm_some, swap, truncate
 from .faults import Answer, BlackHole, Corrupt, Delay, Drip, Fault, Reset, Silence, Truncate
 from .network_cases import ABSENT, FORBIDDEN, Weather
+from .process_cases import LOADER, workers_of
 from .proxy import Request
 from .stage import Run, Stage, StageError
 
@@ -114,7 +115,8 @@ class SoakReport:
 class Soak:
     """Plays weather until the time is over.
 
-    Mutable state: the source of chance, how often each fault was made, and when each shard's bytes were last wrong.
+    Mutable state: the source of chance, whether ranks now have processes for their loaders, how often each fault was
+    made, and when each shard's bytes were last wrong.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Soak:
         self._seed = seed
         self._deadly_every_s = deadly_every_s
         self._draw = random.Random(seed)
+        self._is_beside = False
         self._made: Counter[str] = Counter()
         self._wrong_at: dict[str, float] = {}
         self._failures: list[str] = []
@@ -167,6 +170,9 @@ class Soak:
         ranks = self._ranks if not stage.runs else self._draw.randint(1, self._ranks)
         cached = {"cache_dir": str(stage.folder / "cache"), "cache_limit": CACHE_LIMIT}
         loader = cached if self._draw.random() < 0.5 else {}
+        self._is_beside = self._draw.random() < 0.5
+        if self._is_beside:
+            loader = {**loader, "place": "process"}
         stage.proxy.choose(None)
         stage.proxy.resume()
         stage.start(ranks, torchrun=True, meets=True, until_epoch=ENDLESS, pace_s=_PACE_S, loader=loader)
@@ -245,12 +251,16 @@ class Soak:
     def _end_deadly(self, stage: Stage) -> None:
         """Something that no job survives."""
         run = stage.run
-        name = self._draw.choice(["rank killed", "rank terminated", "launcher terminated", "all killed", "forbidden"])
+        deadly = ["rank killed", "rank terminated", "launcher terminated", "all killed", "forbidden"]
+        name = self._draw.choice([*deadly, *(["loader's process killed"] if self._is_beside else [])])
         self._made[name] += 1
         rank = self._draw.randrange(run.ranks)
         with suppress(ProcessLookupError):
             if name == "rank killed":
                 os.kill(run.pid_of(rank), signal.SIGKILL)
+            elif name == "loader's process killed":
+                for pid in workers_of(run.pid_of(rank), LOADER):
+                    os.kill(pid, signal.SIGKILL)
             elif name == "rank terminated":
                 os.kill(run.pid_of(rank), signal.SIGTERM)
             elif name == "launcher terminated":

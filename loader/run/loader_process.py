@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import queue
@@ -21,11 +22,11 @@ from ...storage.threads.interruptible import Thread
 from ..counters import Counters
 from ..decoding.workers.channel import Channel
 from ..decoding.workers.main import Unusable, begin_work, load_code
-from ..errors import ConfigError, LoaderClosedError
+from ..errors import ConfigError, LoaderClosedError, WorkerError
 from ..pipeline.beside.board import Board, Report
 from ..pipeline.beside.failures import describe_failure
 from ..pipeline.beside.frames import Frame
-from ..pipeline.beside.requests import BATCH, FAILED, GONE, MESSAGE, NEW, Begin, End, News, Trace, Warned
+from ..pipeline.beside.requests import BATCH, BROKEN, FAILED, GONE, MESSAGE, NEW, Begin, End, News, Trace, Warned
 from ..pipeline.beside.slots import FilledSlot
 from ..sources.opening import open_sources
 from .assembly import make_sampler
@@ -174,6 +175,10 @@ class Server:
                 if not data:
                     return
                 kind, generation, number, _, _ = MESSAGE.unpack(data)
+                if kind == NEW and not descriptors:
+                    with self._filling:
+                        self._send_broken(_no_room(0, OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
+                    continue
                 with self._changing:
                     if kind == NEW:
                         self._slots[number] = FilledSlot(number, descriptors[0])
@@ -204,8 +209,12 @@ class Server:
             with self._filling:
                 if free is not self._free:
                     return
-                slot = self._slots[number]
-                frame.write(slot.fit(frame.nbytes))
+                try:
+                    slot = self._slots[number]
+                    frame.write(slot.fit(frame.nbytes))
+                except Exception as exc:  # noqa: BLE001 - raised where the loop waits for this batch
+                    self._send_broken(_no_room(frame.nbytes, exc))
+                    return
                 self._sent += 1
                 self._report()
                 with suppress(OSError):  # the other end is closed, and this process ends
@@ -213,6 +222,12 @@ class Server:
             if kind == FAILED:
                 return
             del item, frame  # while this waits for another it keeps no batch
+
+    def _send_broken(self, error: WorkerError) -> None:
+        data = pickle.dumps(describe_failure(error), pickle.HIGHEST_PROTOCOL)
+        with suppress(OSError):
+            self._feed.send(MESSAGE.pack(BROKEN, self._generation, -1, 0, 0))
+            self._feed.send(data)
 
     def _follow(self, item: Delivery) -> Delivery:
         """Note that a delivery is on its way, and tell what a state after it needs of what was read."""
@@ -225,6 +240,8 @@ class Server:
         news = self._take_news()
         try:
             return Frame((replace(item, batch=None), news), item.batch)
+        except MemoryError as exc:
+            raise _no_room(item.nbytes, exc) from exc
         except Exception as exc:
             raise ConfigError(
                 f"a batch cannot be sent from the loader's process to the training process ({exc}); have transform= "
@@ -281,3 +298,12 @@ class Server:
                 activity=activity,
             )
             self._board.write(report)
+
+
+def _no_room(nbytes: int, cause: Exception) -> WorkerError:
+    """Make the error of a process without memory or descriptors for a batch of ``nbytes``."""
+    size = f" of {nbytes:,} bytes" if nbytes else ""
+    return WorkerError(
+        f"loader process {os.getpid()} has no room for a batch{size}: {cause}; use smaller batches, raise the limits "
+        "of memory (ulimit -v) or descriptors (ulimit -n), or use place='threads'"
+    )

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,7 +103,9 @@ class Nursery:
         self, module: str = "", descriptors: Sequence[int] = (), *, title: str = "worker process", cure: str = ""
     ) -> Worker:
         ours, theirs = socket.socketpair()
-        request = json.dumps([[entry or os.getcwd() for entry in sys.path], os.getcwd(), dict(os.environ)]).encode()
+        request = json.dumps(
+            [[entry or str(Path.cwd()) for entry in sys.path], str(Path.cwd()), dict(os.environ)]
+        ).encode()
         with theirs:
             passed = array.array("i", [theirs.fileno(), *descriptors, 1, 2])
             self._end.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])

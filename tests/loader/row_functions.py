@@ -130,5 +130,24 @@ def grow(sample: Sample) -> Sample:
     return {"number": number, "values": np.full(100 + 200 * number, number)}
 
 
+def grow_much(sample: Sample) -> Sample:
+    number = int(sample["txt"])
+    return {"number": number, "values": np.full(20_000 + 10_000 * number, number)}
+
+
+def take_memory(sample: Sample) -> Sample:
+    taken.append(np.ones(1 << 20))
+    return sample
+
+
+taken: list[Any] = []
+
+
+def start_a_thread_and_leak(sample: Sample) -> Sample:
+    taken.append(bytearray(1 << 16))
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    return sample
+
+
 class Samples(list[Sample]):
     """What a function of users' may make batches of: no tensors, and equal where their samples are."""

@@ -85,7 +85,10 @@ def start_process(
     Raises:
         WorkerError: the machine has no room for it; ``cure`` says what to do then.
     """
-    ours, theirs = socket.socketpair()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as exc:
+        raise WorkerError(f"a {title} cannot be started: {exc}; {cure}") from exc
     # The flags of `python` itself, so that warnings and -O are the same in the worker.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     passed = [theirs.fileno(), *descriptors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import select
@@ -21,7 +22,22 @@ from .board import Board, Report
 from .failures import Failure, make_error
 from .frames import read_frame
 from .pinning import PinnedSlots
-from .requests import BATCH, FAILED, FREE, GONE, MESSAGE, NEW, Begin, End, Known, Request, Trace, Warned
+from .requests import (
+    BATCH,
+    BROKEN,
+    FAILED,
+    FREE,
+    GONE,
+    MESSAGE,
+    MOST_BROKEN_BYTES,
+    NEW,
+    Begin,
+    End,
+    Known,
+    Request,
+    Trace,
+    Warned,
+)
 from .slots import Slot, Slots
 
 if TYPE_CHECKING:
@@ -30,6 +46,8 @@ if TYPE_CHECKING:
     from ...reading.bad.quarantine import BadChunk
     from ...reading.bad.samples import BadNews
     from ..tuning import PipelineOptions
+
+logger = logging.getLogger(__name__)
 
 _MODULE = "run.loader_process"
 TITLE = "loader process"
@@ -66,10 +84,11 @@ class LoaderProcess:
         self._slots = Slots(0, pinned.prepare)
         self._poll = select.poll()
         self._pidfd = -1
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = -1
         self._generation = 0
         self._is_dead = False
         self._is_closed = False
+        self._has_said = False
         self._seen = Report()
         self._store = StoreCounts()  # of processes that are gone
         self._calling = threading.RLock()
@@ -104,6 +123,8 @@ class LoaderProcess:
     def _start(self) -> None:
         code = self._code()
         try:
+            if self._wake < 0:
+                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._board = Board()
             self._feed, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as exc:
@@ -314,10 +335,17 @@ class LoaderProcess:
         return MESSAGE.unpack(data)
 
     def _open(self, kind: int, generation: int, number: int, nbytes: int, used: int) -> tuple[Any, Any] | None:
+        broken = self._receive_broken() if kind == BROKEN else None
         if generation != self._generation:
             return None  # of a pipeline that was ended meanwhile
-        memory, is_lent = self._slots.take(number, nbytes, used)
+        if broken is not None:
+            raise make_error(broken)
+        try:
+            memory, is_lent = self._slots.take(number, nbytes, used)
+        except OSError as exc:
+            raise _no_memory(exc) from exc
         if not is_lent:
+            self._say_that_batches_are_kept()
             self._send(FREE, number)
         (about, news), batch = read_frame(memory)
         self._absorb(news.bad, news.bad_chunks)
@@ -328,6 +356,21 @@ class LoaderProcess:
             raise make_error(about)
         assert kind == BATCH
         return about, batch
+
+    def _receive_broken(self) -> Failure:
+        assert self._feed is not None
+        failure: Failure = pickle.loads(self._feed.recv(MOST_BROKEN_BYTES))
+        return failure
+
+    def _say_that_batches_are_kept(self) -> None:
+        if not self._has_said and self._slots.are_full:
+            self._has_said = True
+            logger.warning(
+                "the training loop keeps so many batches that the %s's share of memory_limit= is used up by them; from "
+                "now on each is copied out of shared memory, which takes the loop's time: drop batches, or %s",
+                TITLE,
+                _CURE,
+            )
 
     def _give_back(self) -> None:
         """Give slots back that nothing refers to."""
@@ -340,10 +383,7 @@ class LoaderProcess:
             for slot in self._slots.add():
                 self._send_new(slot)
         except OSError as exc:
-            raise WorkerError(
-                f"no shared memory for batches of the {TITLE}: {exc}; keep fewer batches, raise the limit of "
-                f"descriptors (ulimit -n), or {_CURE}"
-            ) from exc
+            raise _no_memory(exc) from exc
 
     def _send(self, kind: int, number: int) -> None:
         feed = self._feed
@@ -411,6 +451,13 @@ class LoaderProcess:
         board = self._board
         if board is not None:
             board.write_waits(waited_s, since)
+
+
+def _no_memory(exc: OSError) -> WorkerError:
+    return WorkerError(
+        f"no shared memory for batches of the {TITLE}: {exc}; keep fewer batches, raise the limit of descriptors "
+        f"(ulimit -n), or {_CURE}"
+    )
 
 
 def _raise_failure(answer: Any) -> None:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 # Messages beside the calls: the kind, the numbers of the pipeline and of a slot, its size, and how much of it is used.
 MESSAGE = struct.Struct("<5q")
-NEW, FREE, GONE, BATCH, FAILED = range(5)
+# Of a BROKEN one, which no slot could hold, the next message has the pickled failure.
+NEW, FREE, GONE, BATCH, FAILED, BROKEN = range(6)
+MOST_BROKEN_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,8 +93,13 @@ class Slots:
     @property
     def _may_grow(self) -> bool:
         count = len(self._slots)
-        mean = sum(slot.nbytes for slot in self._slots.values()) / max(1, count)
-        return count < _LEAST or (count < _MOST and (count + 1) * mean <= self._most_bytes)
+        return count < _LEAST or (count < _MOST and not self.are_full)
+
+    @property
+    def are_full(self) -> bool:
+        """Return whether another slot of the usual size would exceed what the slots may have together."""
+        count = len(self._slots)
+        return sum(slot.nbytes for slot in self._slots.values()) * (count + 1) > self._most_bytes * count
 
     def find_free(self) -> list[int]:
         """Find the slots that are not lent, whatever an interrupt left undone before."""

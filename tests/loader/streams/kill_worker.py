@@ -1,4 +1,4 @@
-"""One rank of a run that drops samples: it saves its position on the way, and may be killed."""
+"""One rank of a run that drops samples: it saves its position, and may be killed, or its loader's process may be."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def drop_thirds(sample: dict[str, Any]) -> dict[str, Any] | None:
     return sample if int(sample["txt"]) % 3 else None
 
 
-def main(source: str, folder: Path, kill_at: int) -> None:
+def main(source: str, folder: Path, kill_at: int, places: list[str]) -> None:
     dist.init_process_group("gloo")
+    place: Any = places[dist.get_rank() % len(places)]
     saved = folder / "state.json"
     with DistributedDataLoader(
         source,
@@ -31,6 +32,7 @@ def main(source: str, folder: Path, kill_at: int) -> None:
         last_batch="partial",
         lanes=16,
         audit_dir=folder / "audit",
+        place=place,
     ) as loader:
         if saved.exists():
             loader.load_state_dict(json.loads(saved.read_text()))
@@ -39,7 +41,7 @@ def main(source: str, folder: Path, kill_at: int) -> None:
             for _ in loader:
                 step += 1
                 if step == kill_at and dist.get_rank() == dist.get_world_size() - 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(loader.metrics().loader_process or os.getpid(), signal.SIGKILL)
                 dist.barrier()  # as the collectives of training
                 state = loader.state_dict()
                 if step % EVERY == 0:
@@ -54,4 +56,4 @@ def main(source: str, folder: Path, kill_at: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] or ["threads"])
