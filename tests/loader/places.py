@@ -13,10 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,11 @@ from penstock.loader.decoding.workers.process import Worker
 from penstock.loader.errors import ConfigError
 from penstock.loader.pipeline.beside import process as loader_process
 from penstock.loader.run import place as places
+
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = None
 
 PLACE = os.environ.get("PENSTOCK_TEST_PLACE", "threads")
 _REAPS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
@@ -55,6 +62,9 @@ def pipelines_in(place: str) -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DistributedDataLoader, "__init__", made)
         patched.setattr(places, "choose_place", chosen)
+        if cloudpickle is not None:  # so that functions that tests define inside others can be sent
+            by_value = SimpleNamespace(dumps=cloudpickle.dumps, HIGHEST_PROTOCOL=cloudpickle.DEFAULT_PROTOCOL)
+            patched.setattr(places, "pickle", by_value)
         yield reasons
 
 
@@ -94,6 +104,7 @@ class Nursery:
         import ctypes
 
         ctypes.CDLL(None).prctl(_REAPS_ORPHANS, 1, 0, 0, 0)  # so that they become children of this process
+        self._asking = threading.Lock()
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -106,10 +117,10 @@ class Nursery:
         request = json.dumps(
             [[entry or str(Path.cwd()) for entry in sys.path], str(Path.cwd()), dict(os.environ)]
         ).encode()
-        with theirs:
+        with theirs, self._asking:
             passed = array.array("i", [theirs.fileno(), *descriptors, 1, 2])
             self._end.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
-        pid = int(self._end.recv(64))
+            pid = int(self._end.recv(64))
         forked: Any = Forked(pid)
         return Worker(forked, ours, title=title)
 

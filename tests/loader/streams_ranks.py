@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from penstock import DistributedDataLoader
 from penstock.loader.ranks import channel as channels
-from penstock.loader.ranks.channel import Channel, MemoryChannel
+from penstock.loader.ranks.channel import Channel, ChannelAddress, MemoryChannel
 
 
 class ThreadRanks:
@@ -22,10 +24,14 @@ class ThreadRanks:
         """What ``work`` returns for each rank's loader, or what it raises."""
         results: list[Any] = [None] * self.world_size
         channel = MemoryChannel()
-        opened = channels.open_channel
+        opened, located = channels.open_channel, channels.locate_channel
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of those with processes of their own
 
         def shared(identity: str, world_size: int) -> Channel:
             return channel
+
+        def locate(identity: str, world_size: int) -> ChannelAddress:
+            return ChannelAddress(host="127.0.0.1", port=store.port, prefix="ranks")
 
         def run_rank(rank: int) -> None:
             try:
@@ -34,7 +40,7 @@ class ThreadRanks:
             except Exception as exc:  # noqa: BLE001 - judged by the test
                 results[rank] = exc
 
-        channels.open_channel = shared
+        channels.open_channel, channels.locate_channel = shared, locate
         try:
             threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.world_size)]
             for thread in threads:
@@ -43,5 +49,5 @@ class ThreadRanks:
                 thread.join(60)
             assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         finally:
-            channels.open_channel = opened
+            channels.open_channel, channels.locate_channel = opened, located
         return results
