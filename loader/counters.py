@@ -53,6 +53,20 @@ class Totals:
         return asdict(self)
 
 
+# What batches count when they are handed out.
+PACKED = (
+    "packed_sequences",
+    "packed_documents",
+    "packed_tokens",
+    "padding_tokens",
+    "cut_documents",
+    "truncated_documents",
+    "truncated_tokens",
+    "dropped_documents",
+    "dropped_tokens",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Levels:
     """Levels of queues and memory at this moment; ``LoaderMetrics`` explains each."""

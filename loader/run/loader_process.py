@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...storage.observability.counts import count_running, count_store
 from ...storage.observability.timeline import Timeline
 from ...storage.threads.interruptible import Thread
-from ..counters import Counters
+from ..counters import PACKED, Counters
 from ..decoding.workers.channel import Channel
 from ..decoding.workers.main import Unusable, begin_work, load_code
 from ..errors import ConfigError, LoaderClosedError, WorkerError
@@ -81,7 +81,8 @@ class Server:
         config, counters, resources = work.config, Counters(), Resources()
         sources = resources.store = open_sources(config, counters)
         self._run = run = Run(config, sources, make_sampler(config, sources), resources, counters)
-        self._packing = run.reading.counts if sources.has_streams and sources.is_mixed else ()
+        self._packing = [counters, *run.reading.counts] if config.packs else []
+        self._packed = [dict.fromkeys(PACKED, 0) for _ in self._packing]
         for bad in filter(None, run.reading.bad):
             bad.take_news()  # from now on
         self._work = work.digest
@@ -260,7 +261,15 @@ class Server:
         warned, self._warned = self._warned, []
         reading = self._run.reading
         bad = [bad.take_news() for bad in reading.bad if bad is not None]
-        return News(warned, bad, reading.quarantine.records)
+        return News(warned, bad, reading.quarantine.records, self._count_packed())
+
+    def _count_packed(self) -> list[dict[str, int]]:
+        """Count what was packed since the last time: batches are counted where they are made, one after another."""
+        before, totals = self._packed, [each.totals() for each in self._packing]
+        self._packed = [{name: getattr(each, name) for name in PACKED} for each in totals]
+        return [
+            {name: now[name] - then[name] for name in PACKED} for now, then in zip(self._packed, before, strict=True)
+        ]
 
     def _report_on(self) -> None:
         while True:
@@ -277,10 +286,9 @@ class Server:
     def _report(self) -> None:
         run = self._run
         pipeline, store = run.resources.pipeline, run.resources.store
-        totals = [counters.totals().to_dict() for counters in (run.counters, *self._packing)]
-        for name in _BY_THE_LOOP:
-            del totals[0][name]
-        totals[1:] = [{name: amount for name, amount in each.items() if amount} for each in totals[1:]]
+        totals = run.counters.totals().to_dict()
+        for name in (*_BY_THE_LOOP, *PACKED):
+            del totals[name]
         levels: Mapping[str, Any] = {}
         activity: Mapping[str, Any] = {}
         if pipeline is not None and not pipeline.is_stopped:

@@ -8,7 +8,7 @@ import pytest
 from exempt_from_places import EXEMPT
 from fake_hub import hub
 from loader_fixtures import memory_store, own_index_cache, put_shards
-from places import PLACE, pipelines_in, quick_starts
+from places import PLACE, Nursery, pipelines_in
 
 __all__ = ["hub", "memory_store", "own_index_cache", "put_shards"]
 
@@ -23,13 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(scope="session", autouse=PLACE != "threads")
-def nursery() -> Iterator[None]:
-    with quick_starts():
-        yield
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=PLACE != "threads")
-def in_place(nursery: None) -> Iterator[None]:
-    with pipelines_in(PLACE):
+def in_place(nursery: Nursery) -> Iterator[None]:
+    with nursery.starting(), pipelines_in(PLACE):
         yield

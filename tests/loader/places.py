@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 
 from penstock import DistributedDataLoader
-from penstock.loader.decoding.workers import process as worker_process
 from penstock.loader.decoding.workers.process import Worker
 from penstock.loader.errors import ConfigError
 from penstock.loader.pipeline.beside import process as loader_process
@@ -79,8 +78,8 @@ class Forked:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                pid, status = self.pid, 0
+            except ChildProcessError:  # it is not adopted yet, or somebody else has waited for it
+                pid, status = (0 if Path(f"/proc/{self.pid}").exists() else self.pid), 0
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
@@ -124,20 +123,16 @@ class Nursery:
         forked: Any = Forked(pid)
         return Worker(forked, ours, title=title)
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Fork the loaders' processes here; others, such as ``processes=``, start as ever."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(loader_process, "start_process", self.start)
+            yield
+
     def close(self) -> None:
         self._end.close()
         self._process.wait()
-
-
-@contextmanager
-def quick_starts() -> Iterator[None]:
-    """Fork the loaders' processes from one that is ready; others, such as ``processes=``, start as ever."""
-    nursery, start = Nursery(), worker_process.start_process
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loader_process, "start_process", nursery.start)
-        assert worker_process.start_process is start
-        yield
-    nursery.close()
 
 
 def _nurse(descriptor: int) -> None:

@@ -10,7 +10,7 @@ import os
 import pickle
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,13 @@ _BYTES = 64 << 10
 class Report:
     """The state of the loader's process: sums since it began, levels now, and what the next batch waits for.
 
-    ``sent`` counts the deliveries of pipeline number ``generation``. ``totals`` are those of the loader, and then of
-    what is packed of each source; ``estimates`` are of the outputs of sources' first epochs, where only reading tells.
+    ``sent`` counts the deliveries of pipeline number ``generation``. ``estimates`` are of the outputs of sources' first
+    epochs, where only reading tells.
     """
 
     generation: int = 0
     sent: int = 0
-    totals: Sequence[Mapping[str, Any]] = ()
+    totals: Mapping[str, Any] = field(default_factory=dict)
     estimates: Mapping[int, float] = field(default_factory=dict)
     store: StoreCounts = field(default_factory=StoreCounts)
     levels: Mapping[str, Any] = field(default_factory=dict)

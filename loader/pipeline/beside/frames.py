@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ...columns import AnyArray
 
 _ALIGN = 64
+_APART_BYTES = 1 << 20  # of values together: of fewer, joining and cutting takes longer than it saves
 _SMALL_BYTES = 1024  # a buffer that is copied into the pickle: a view would keep a whole slot for it
 
 
@@ -36,7 +38,7 @@ class Frame:
                 buffers.append(raw)
             return raw.nbytes < _SMALL_BYTES
 
-        _Pickler(out, pickle.HIGHEST_PROTOCOL, buffer_callback=is_small).dump(batch)
+        _Pickler(out, pickle.HIGHEST_PROTOCOL, buffer_callback=is_small).dump(_set_bytes_apart(batch))
         head = pickle.dumps(about, pickle.HIGHEST_PROTOCOL)
         self._parts: list[bytes | memoryview] = [head, out.getbuffer(), *buffers]
         self._sizes = np.array([len(self._parts), *map(len, self._parts)], "<u8")
@@ -69,6 +71,34 @@ def _lay_out(sizes: AnyArray) -> AnyArray:
     first = sizes.nbytes + -sizes.nbytes % _ALIGN
     stops: AnyArray = first + np.cumsum(parts + -parts % _ALIGN)
     return stops
+
+
+def _set_bytes_apart(batch: Any) -> Any:
+    """Have many bytes of a field come beside the pickle, which they would be copied into twice, value by value."""
+    if type(batch) is not dict:
+        return batch
+    return {name: _Bytes(values) if _are_bytes(values) else values for name, values in batch.items()}
+
+
+def _are_bytes(values: Any) -> bool:
+    return type(values) is list and {*map(type, values)} == {bytes} and sum(map(len, values)) >= _APART_BYTES
+
+
+class _Bytes:
+    """A list of bytes, which comes out as one again."""
+
+    def __init__(self, values: Sequence[bytes]) -> None:
+        self._values = values
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        joined = np.frombuffer(b"".join(self._values), np.uint8)
+        return _cut_bytes, (pickle.PickleBuffer(joined), *accumulate(map(len, self._values)))
+
+
+def _cut_bytes(joined: Any, *stops: int) -> list[bytes]:
+    """Copy the values out of a slot, which is then free again."""
+    view = memoryview(joined)
+    return [bytes(view[start:stop]) for start, stop in zip((0, *stops), stops, strict=False)]
 
 
 class _Pickler(pickle.Pickler):

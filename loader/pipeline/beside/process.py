@@ -60,7 +60,8 @@ _FEED_BYTES = 1 << 20
 class LoaderProcess:
     """One process beside this one, for all pipelines of a loader, one after another.
 
-    What it does is added to ``counters``: of the loader, and then of each source. ``absorb`` gets what is bad.
+    What it does is added to ``counters``: of the loader, and then of what is packed of each source. ``absorb`` gets
+    what is bad.
 
     ``start``, ``begin``, ``end`` and ``receive`` are for the training loop's thread; any may call all else. If the
     process dies, ``start`` starts another. Mutable state: the process and what leads to it, the slots, the number of
@@ -349,6 +350,8 @@ class LoaderProcess:
             self._send(FREE, number)
         (about, news), batch = read_frame(memory)
         self._absorb(news.bad, news.bad_chunks)
+        for counters, amounts in zip(self._counters, news.packed, strict=False):
+            counters.absorb(amounts)
         for one in news.warned:
             _warn(one)
         if kind == FAILED:
@@ -433,10 +436,9 @@ class LoaderProcess:
                 return
             report = board.read()
             if report is not self._seen:
-                seen = [*self._seen.totals, *({} for _ in report.totals)]
-                for counters, totals, before in zip(self._counters, report.totals, seen, strict=False):
-                    change = {name: amount - before.get(name, 0) for name, amount in totals.items()}
-                    counters.absorb({name: amount for name, amount in change.items() if amount})
+                before = self._seen.totals
+                change = {name: amount - before.get(name, 0) for name, amount in report.totals.items()}
+                self._counters[0].absorb({name: amount for name, amount in change.items() if amount})
                 self._seen = report
 
     def count_store(self) -> StoreCounts:

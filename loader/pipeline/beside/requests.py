@@ -86,9 +86,11 @@ class Warned:
 class News:
     """What a delivery or failure brings beside itself: warnings, and what was found to be bad since the last one.
 
-    ``bad`` is by source; ``bad_chunks`` are all so far.
+    ``bad`` is by source; ``bad_chunks`` are all so far. ``packed`` counts what is packed in the delivery: in all, and
+    by source of a mixture.
     """
 
     warned: Sequence[Warned]
     bad: Sequence[BadNews]
     bad_chunks: Sequence[BadChunk]
+    packed: Sequence[Mapping[str, int]]

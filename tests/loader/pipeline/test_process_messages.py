@@ -61,8 +61,8 @@ def test_a_board_shows_the_newest_whole_report() -> None:
     other = Board(os.dup(board.descriptor))
     assert other.read() == Report()
     for number in range(1, 6):
-        board.write(Report(sent=number, totals=[{"spans": 2 * number}]))
-        assert other.read() == Report(sent=number, totals=[{"spans": 2 * number}])
+        board.write(Report(sent=number, totals={"spans": 2 * number}))
+        assert other.read() == Report(sent=number, totals={"spans": 2 * number})
     with mmap.mmap(board.descriptor, 64 << 10) as page:  # as while it is being written
         page[64 + 20 : 64 + 40] = bytes(20)
     assert Board(os.dup(board.descriptor)).read().sent in (4, 5)

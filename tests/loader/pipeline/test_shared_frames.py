@@ -63,3 +63,12 @@ def test_other_objects_come_as_they_are() -> None:
 def test_gradients_are_not_lost() -> None:
     _, found, _ = there_and_back(torch.ones(4, requires_grad=True))
     assert found.requires_grad
+
+
+@pytest.mark.parametrize("sizes", [[700_000, 0, 800_000], [3, 4], [], [2_000_000]])
+def test_bytes_come_as_bytes_however_many_and_keep_no_memory(sizes: list[int]) -> None:
+    values = [bytes([number]) * size for number, size in enumerate(sizes)]
+    _, found, memory = there_and_back({"jpg": values, "mixed": [*values, None], "n": 3})
+    memory[:] = 9
+    assert found == {"jpg": values, "mixed": [*values, None], "n": 3}
+    assert all(type(value) is bytes for value in found["jpg"])
