@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import json
 import os
 import signal
@@ -35,7 +36,8 @@ except ImportError:
     cloudpickle = None
 
 PLACE = os.environ.get("PENSTOCK_TEST_PLACE", "threads")
-_REAPS_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
+_NAME, _REAPS_ORPHANS = 15, 36  # PR_SET_NAME, PR_SET_CHILD_SUBREAPER
+FORKED = "penstock-forked"
 
 
 @contextmanager
@@ -78,8 +80,8 @@ class Forked:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # it is not adopted yet, or somebody else has waited for it
-                pid, status = (0 if Path(f"/proc/{self.pid}").exists() else self.pid), 0
+            except ChildProcessError:  # somebody else has waited for it
+                pid, status = self.pid, 0
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
@@ -100,9 +102,6 @@ class Nursery:
     """A process with one thread that has imported what loaders' processes need, and forks them."""
 
     def __init__(self) -> None:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_REAPS_ORPHANS, 1, 0, 0, 0)  # so that they become children of this process
         self._asking = threading.Lock()
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno())]
@@ -118,8 +117,12 @@ class Nursery:
         ).encode()
         with theirs, self._asking:
             passed = array.array("i", [theirs.fileno(), *descriptors, 1, 2])
+            _adopt_orphans(is_on=True)
             self._end.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
             pid = int(self._end.recv(64))
+            while int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) != os.getpid():
+                time.sleep(0.001)
+            _adopt_orphans(is_on=False)
         forked: Any = Forked(pid)
         return Worker(forked, ours, title=title)
 
@@ -133,6 +136,10 @@ class Nursery:
     def close(self) -> None:
         self._end.close()
         self._process.wait()
+
+
+def _adopt_orphans(*, is_on: bool) -> None:
+    ctypes.CDLL(None).prctl(_REAPS_ORPHANS, int(is_on), 0, 0, 0)
 
 
 def _nurse(descriptor: int) -> None:
@@ -155,6 +162,7 @@ def _nurse(descriptor: int) -> None:
             end.send(str(pid).encode())
             os._exit(0)
         end.close()
+        ctypes.CDLL(None).prctl(_NAME, FORKED.encode(), 0, 0, 0)
         while os.getppid() == between:  # until it is adopted
             time.sleep(0.001)
         sys.path[:], folder, environment = json.loads(request)

@@ -99,6 +99,10 @@ def drop_odd(sample: Sample) -> Sample | None:
     return None if int(sample["txt"]) % 2 else sample
 
 
+def is_even(sample: Sample) -> bool:
+    return int(sample["txt"]) % 2 == 0
+
+
 def fail_on_sevens(sample: Sample) -> Sample:
     number = int(sample["cls"])
     if number % 7 == 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import FORKED, Nursery
 from started_threads import started_threads
 from tar_dataset import write_tars
 
@@ -53,8 +54,16 @@ def processes() -> list[int]:
 
 def is_loaders(pid: int) -> bool:
     with suppress(OSError):
-        return b"run.loader_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        started, name = Path(f"/proc/{pid}/cmdline").read_bytes(), Path(f"/proc/{pid}/comm").read_text()
+        return b"run.loader_process" in started or name.strip() == FORKED
     return False
+
+
+@pytest.fixture
+def quickly(nursery: Nursery) -> Iterator[None]:
+    """Processes that start in a moment, for tests that say nothing about starts."""
+    with nursery.starting():
+        yield
 
 
 def open_loader(source: Any, place: Any = "process", **options: Any) -> DistributedDataLoader[Any]:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import row_functions
 import torch
-from beside_loader import SIZES, ids, loader_threads, nothing_left, open_loader, processes, tars
+from beside_loader import SIZES, ids, loader_threads, nothing_left, open_loader, processes, quickly, tars
 from equal_batches import assert_equal
 from started_process import started_process
 
@@ -25,7 +26,7 @@ from penstock.loader.errors import ConfigError, LoaderClosedError, WorkerError
 from penstock.loader.pipeline.beside import process as loader_process
 from penstock.storage import MemoryStore
 
-__all__ = ["nothing_left", "tars"]
+__all__ = ["nothing_left", "quickly", "tars"]
 
 
 def move_about(source: str, place: str) -> list[Any]:
@@ -104,13 +105,42 @@ def test_batches_are_those_of_threads_and_no_thread_makes_them_here(tars, tmp_pa
     assert audit(tmp_path / "audit").is_exact
 
 
+def drop_and_skip(source: str, place: str) -> list[Any]:
+    seen: list[Any] = []
+    mixture = Mixture({"all": Source(source), "some": Source(source, keep=row_functions.is_even)}, stop="all_exhausted")
+    for data, options in (
+        (source, {"keep": row_functions.is_even, "on_error": "skip", "max_errors": 3}),
+        (mixture, {"batch_size": 12}),
+        (source, {"on_error": "replace", "max_errors": 3}),
+    ):
+        given = {"transform": row_functions.fail_at_seven} if data is source else {}
+        with open_loader(data, place, last_batch="partial", **given, **options) as loader, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batches = iter(loader)
+            seen.extend((ids(next(batches)), loader.state_dict()) for _ in range(4))
+            state = loader.state_dict()
+            seen.extend((ids(batch), loader.state_dict()) for batch in batches)
+            seen.extend((ids(batch), loader.state_dict()) for batch in loader)
+            loader.load_state_dict(state)
+            seen.extend(map(ids, loader))
+            loader.set_epoch(0)
+            loader.set_batch_size(5)
+            seen.extend(map(ids, loader))
+            seen.append([(entry.id, entry.step, entry.reason, entry.epoch) for entry in loader.bad_samples])
+            metrics: Any = loader.metrics()
+            seen.append((metrics.batches, metrics.samples, getattr(metrics, "sources", None)))
+    return seen
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("play", [move_about, mix])
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("play", [move_about, mix, drop_and_skip])
 def test_a_position_moves_as_that_of_threads_does(tars, play):
     assert play(tars, "process") == play(tars, "threads")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
 def test_an_error_keeps_its_type_cause_and_place_and_is_met_again(tars):
     with open_loader(tars, transform=row_functions.fail_at_seven, shuffle=False, batch_size=4) as loader:
         batches = iter(loader)
@@ -178,6 +208,7 @@ def test_a_stopped_process_is_named_while_it_is_waited_for_and_then_an_error(tar
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
 def test_batches_that_are_kept_stay_as_they_were_while_later_ones_grow(tars):
     options = {"transform": row_functions.grow, "batch_size": 4, "shuffle": False, "memory_limit": "64MiB"}
     with open_loader(tars, **options) as loader:
