@@ -110,7 +110,8 @@ class DistributedDataLoader(Generic[BatchT]):
         memory_limit: bytes (or '2GiB') for everything that the loader holds; "auto" follows the machine and cgroup.
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
         rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1. What was
-            found is compared with torch.distributed again at the first batch.
+            found is compared with torch.distributed again at the first batch; WORLD_SIZE above 1 without RANK is
+            refused.
         mesh, data_dims: a ``DeviceMesh`` instead, and its dimensions along which samples differ (by default those with
             the usual names, such as dp and dp_shard); along all others, such as tp and pp, samples are the same.
         fields_by_stage: fields that only some stages of the mesh's pipeline dimension read, decode and hand out, like
