@@ -147,8 +147,7 @@ def _note_what_is_left(runs: Sequence[Run], outcome: Outcome) -> None:
                     outcome.descriptors_left = max(outcome.descriptors_left, line["left"]["descriptors"])
                     outcome.gone_s = max(outcome.gone_s, line["gone_s"])
                 for name, count in line.get("counts", {}).items() if line["kind"] in {"done", "error"} else ():
-                    if name != "throttled":
-                        setattr(outcome, name, getattr(outcome, name) + count)
+                    setattr(outcome, name, getattr(outcome, name) + count)
 
 
 def _list_failures(case: Case, outcome: Outcome) -> Iterator[str]:

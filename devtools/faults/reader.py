@@ -229,9 +229,9 @@ def find_retries(loader: DistributedDataLoader[Any]) -> RetryStore | None:
 
 
 def count_requests(loader: DistributedDataLoader[Any]) -> dict[str, int]:
-    """Requests, retries and second requests so far; empty for a store without them."""
-    store = find_retries(loader)
-    return {} if store is None else asdict(store.counts)
+    """Requests, retries and second requests so far, those of the loader's process too."""
+    counts = loader._resources.count_store()
+    return {name: getattr(counts, name) for name in ("requests", "retries", "hedges", "hedges_won")}
 
 
 def main() -> int:
