@@ -67,7 +67,13 @@ def choose_place(config: LoaderConfig, sources: Sources) -> Place:
 
 
 def _reasons_for_threads(config: LoaderConfig, sources: Sources) -> Iterator[str]:
-    """Yield why a process would gain nothing: threads do what is left without holding the GIL for long."""
+    """Yield why a process would gain nothing, under "auto".
+
+    It gains where threads hold the GIL while the loop wants it: between the calls of codecs, and in functions of the
+    user's (``devtools interference`` measures by how much). It costs a core beside the loop's, or decoding takes the
+    loop's time slices instead of its lock; and at the start another import of torch, in time and memory. Tokens, rows
+    and raw bytes hold the GIL for microseconds a batch.
+    """
     cores = config.tuning.cores
     if cores < _LEAST_CORES:
         yield f"a rank has {cores} of the machine's cores, and a process needs one beside the loop's"

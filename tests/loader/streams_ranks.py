@@ -46,7 +46,7 @@ class ThreadRanks:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(60)
+                thread.join(200)
             assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         finally:
             channels.open_channel, channels.locate_channel = opened, located

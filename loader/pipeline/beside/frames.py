@@ -91,8 +91,8 @@ class _Bytes:
         self._values = values
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        joined = np.frombuffer(b"".join(self._values), np.uint8)
-        return _cut_bytes, (pickle.PickleBuffer(joined), *accumulate(map(len, self._values)))
+        joined = pickle.PickleBuffer(b"".join(self._values))
+        return _cut_bytes, (joined, *accumulate(map(len, self._values)))
 
 
 def _cut_bytes(joined: Any, *stops: int) -> list[bytes]:
