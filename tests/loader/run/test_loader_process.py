@@ -156,6 +156,7 @@ def test_an_error_keeps_its_type_cause_and_place_and_is_met_again(tars):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
 def test_a_killed_process_is_named_at_once_and_the_next_batch_begins_another(tars):
     with open_loader(tars, "threads") as loader:
         expected = [ids(batch) for batch in loader]
