@@ -246,7 +246,7 @@ class EpochPlan:
 
     @cached_property
     def _lane_pieces(self) -> tuple[list[int], list[int]]:
-        """The pieces, as ordinals of the epoch's order, that each lane has samples of: firsts, and one past the lasts."""
+        """The pieces, as ordinals of the epoch's order, that each lane has samples of: firsts, and ends (exclusive)."""
         firsts = self.stream_starts.searchsorted(self.lane_starts[:-1], side="right") - 1
         return firsts.tolist(), self.stream_starts.searchsorted(self.lane_starts[1:], side="left").tolist()
 
