@@ -118,10 +118,11 @@ def _list_tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     played = [row for row in rows if not row["skipped"] and row["group"] != "none"]
     missing, repeated, wrong = (sum(row[name] for row in played) for name in ("missing", "repeated", "wrong"))
     yield (
-        f"## What each fault did\n\nIn all {len(played)} cases, and the jobs that continued them, {missing} samples\n"
+        f"## What each fault did\n\nIn all {len(played)} cases, and the jobs that continued them, {missing} samples "
         f"were missing, {repeated} came twice, and {wrong} had wrong content.\n\n"
         "- *Wait*: the longest seconds without a batch. *Error*: seconds from the fault to the error on all ranks.\n"
-        "- *Speed*: that of a job without a fault is 1. *″*: the same as above.\n\n"
+        "- *Speed*: that of a job without a fault is 1.\n"
+        "- *What you see*: empty: nothing, but for the wait. *″*: the same as above.\n\n"
     )
     found = {row["name"]: row for row in rows}
     for group, title in _GROUPS.items():
@@ -161,7 +162,7 @@ def _describe_sight(case: Case, row: dict[str, Any]) -> str:
     """The sight of the fault to a user, and limits that did not hold."""
     if row["skipped"]:
         return f"not played here: {row['skipped']}"
-    sees = case.sees if row["ended"] != "error" else f"`{row['error']}`: {case.sees}"
+    sees = " ".join(filter(None, [f"`{row['error']}`" if row["ended"] == "error" else "", case.sees]))
     return sees + (f" **{'; '.join(row['failures'])}**" if row["failures"] else "")
 
 
