@@ -20,36 +20,33 @@ between real processes and a real S3 server, and compares every batch with the p
 
 ## What is promised
 
-- **No sample is lost, repeated or mixed up** by any fault below, in the job that meets it and in the one that
-  continues from its last position, on any number of ranks.
+- **No sample is lost, repeated or mixed up** by any fault below, in the job that meets it or the one that continues
+  from its last position, on any number of ranks.
 - **Passing faults are waited for**: requests are retried for two minutes. A bad response costs at most 30 seconds,
   mostly none.
-- **Lasting faults are errors** that name the object and what to do. The next start, or the next call of `next`,
-  continues after the last batch that was handed out.
+- **Lasting faults are errors** that name the object and what to do. The next start, or call of `next`, continues
+  after the last batch that was handed out.
 - **An error on one rank reaches all in seconds**, with the [first cause](#when-one-rank-fails).
 - **The cache is never trusted.** Damaged entries are fetched again; a full or read-only disk costs only speed.
 - **Nothing is left behind**: after `close()` no thread or descriptor, after a SIGKILL no lock or shared memory.
 
-Not promised:
+Not promised are speed under faults, and:
 
 - **Right bytes without checksums**: `penstock index` and `pack` store them; an index that a first use builds has none.
 - **No repetition after a kill**: batches since the last checkpoint come again; `penstock audit` counts them.
-- **Speed under faults**.
-- **An end of ranks that hang inside a collective.** The trainer's watchdog ends them, and torchrun once one rank has
-  ended; the loader does not.
+- **An end of ranks that hang inside a collective**: the trainer's watchdog and torchrun end them, not the loader.
 
 """
 
 _ONE_RANK = """## When one rank fails
 
-A loader whose error ends a pass tells all ranks of its process group through the group's key-value store, without a
-trainer or a collective.
+A loader whose error ends a pass tells all ranks through the process group's key-value store, without a trainer or a
+collective.
 
 - A rank that **waits for a batch**, or trains, raises `RankStoppedError`, now or at its next batch: "rank 1 stopped:
   ChecksumError: shard-000007.tar at byte 0: ...".
-- A rank that is **blocked in a collective**, such as DDP's all-reduce, cannot be woken safely. Its log has the first
-  cause at once. When the failing rank exits, gloo fails on the others, and torchrun, or the trainer's watchdog, ends
-  them.
+- A rank that is **blocked in a collective** cannot be woken safely. Its log has the first cause at once. When the
+  failing rank exits, gloo fails on the others, and torchrun, or the trainer's watchdog, ends them.
 - A rank that **cannot make its loader** ends the others at their first batch, if the process group is initialised.
 - A rank that **falls silent** (stopped, host down or cut off) is reported to all after two to three minutes.
 - Ranks that **call differently** (`set_batch_size`, `set_weights`, `set_shares`, `skip_batches`: other values, another
@@ -70,15 +67,13 @@ _GROUPS = {
 
 _HOSTS = f"""## Hosts and the network between them
 
-A link that goes down is silent: no connection is reset, and without a watchdog ranks would wait for half an hour.
-Here each host is a network namespace of one machine. torchrun starts a rank of the trainer on each, on gloo, with
-`stall_timeout_s=10`. A job that ended was started again on one host less, and `penstock audit` accounts for every
-sample.
+A link that goes down is silent: no connection is reset. Here each host is a network namespace of one machine, with a
+rank of the trainer under torchrun, on gloo, `stall_timeout_s=10`. A job that ended was started again on one host less,
+and `penstock audit` accounts for every sample.
 
 - *Named*: all ranks end within `stall_timeout_s`. Those that reach the store name the silent rank and host, the
   others the store and rank 0's host.
-- *Ended*: seconds from the fault until no rank, or torchrun, was left. Torchrun was killed {LAUNCHER_S:.0f} s after
-  the ranks.
+- *Ended*: seconds from the fault. Torchrun was killed if it was there {LAUNCHER_S:.0f} s after the ranks.
 
 """
 
@@ -86,8 +81,8 @@ _BEYOND = """An outage costs up to twice its length, as TCP retries ever more ra
 `stall_timeout_s` (600 s by default) passes. [What to
 set](training_faults.md#several-hosts-and-the-network-between-them) on hosts. Also:
 
-- **torchrun hangs on a host that cannot reach `--rdzv-endpoint`**, though its ranks have ended, for a quarter of an
-  hour, or two minutes (measured: 109 s) with `sysctl net.ipv4.tcp_retries2=8`. Watch the ranks, not torchrun.
+- **torchrun hangs on a host that cannot reach `--rdzv-endpoint`** for a quarter of an hour, or two minutes (measured:
+  109 s) with `sysctl net.ipv4.tcp_retries2=8`, though its ranks have ended. Watch the ranks.
 - **Until the trainer is made**, a rank cut off from the store ends within three minutes; others wait for
   `open_world(timeout_s=)`.
 - **Without the trainer**, a loader reports silence after two to three minutes, at the next batch and in the log,
@@ -120,7 +115,7 @@ def _list_tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield (
         f"## What each fault did\n\nIn all {len(played)} cases, and the jobs that continued them, {missing} samples "
         f"were missing, {repeated} came twice, and {wrong} had wrong content.\n\n"
-        "- *Wait*: the longest seconds without a batch. *Error*: seconds from the fault to the error on all ranks.\n"
+        "- *Wait*: the longest time without a batch; *error*: from the fault to the error on all ranks; in seconds.\n"
         "- *Speed*: that of a job without a fault is 1.\n"
         "- *What you see*: empty: nothing, but for the wait. *″*: the same as above.\n\n"
     )
