@@ -16,7 +16,7 @@ from .hosts.scene import LAUNCHER_S
 _HEAD = """# Reliability
 
 What happens to a job when its network, server, processes or disk fail. `python -m devtools faults` makes each fault
-between real processes and a real S3 server, and compares every batch with the plan and every sample with a digest.
+between real processes and a real S3 server, and compares every batch with the plan, every sample with a digest.
 
 ## What is promised
 
@@ -47,7 +47,7 @@ collective.
   ChecksumError: shard-000007.tar at byte 0: ...".
 - A rank that is **blocked in a collective** cannot be woken safely. Its log has the first cause at once. When the
   failing rank exits, gloo fails on the others, and torchrun, or the trainer's watchdog, ends them.
-- A rank that **cannot make its loader** ends the others at their first batch, if the process group is initialised.
+- A rank that **cannot make its loader** ends the others at their first batch, in an initialised process group.
 - A rank that **falls silent** (stopped, host down or cut off) is reported to all after two to three minutes.
 - Ranks that **call differently** (`set_batch_size`, `set_weights`, `set_shares`, `skip_batches`: other values, another
   batch, or not at all) get an error in seconds that names both.
@@ -176,8 +176,8 @@ def _format_row(case: Case, row: dict[str, Any], *, last: str = "", before: str 
 def _describe_soak(soak: dict[str, Any]) -> str:
     resident, allocated = (soak[name] / 2**20 for name in ("growth_bytes", "growth_allocated_bytes"))
     growth = (
-        f"{resident:.1f} MiB resident, {allocated:.1f} MiB given out by malloc, "
-        f"{soak['growth_threads']} threads beside those that fetch, {soak['growth_descriptors']} descriptors"
+        f"{resident:.1f} MiB resident, {allocated:.1f} MiB by malloc, "
+        f"{soak['growth_threads']} threads that do not fetch, {soak['growth_descriptors']} descriptors"
     )
     machine = f"{soak['machine']['cores']} cores of {soak['machine']['cpu']}"
     outcome = "; ".join(soak["failures"]) if soak["failures"] else "Every limit held."
@@ -186,18 +186,18 @@ def _describe_soak(soak: dict[str, Any]) -> str:
     return f"""## A soak
 
 `{_current(soak["command"])}`: random faults for {soak["seconds"] / 60:.0f} minutes on {soak["ranks"]} ranks of
-torchrun, and on fewer after restarts ({soak["date"][:10]}, {machine}).
+torchrun, fewer after restarts ({soak["date"][:10]}, {machine}).
 
 | | |
 | --- | --- |
-| starts of the job | {soak["attempts"]} |
-| samples, epochs | {soak["delivered"]:,}, {soak["epochs"]} |
-| missing, repeated, wrong, not the plan's | {", ".join(map(str, outside))} |
-| replayed after kills | {soak["replayed"]:,} |
-| requests, tried again | {soak["requests"]:,}, {soak["retries"]:,} |
-| longest time without a batch | {soak["gap_s"]:.1f} s |
-| growth of a process | {growth} |
 | faults | {faults} |
+| starts of the job | {soak["attempts"]} |
+| samples | {soak["delivered"]:,} |
+| missing, repeated, wrong, misplaced | {", ".join(map(str, outside))} |
+| replayed after kills | {soak["replayed"]:,} |
+| requests, retries | {soak["requests"]:,}, {soak["retries"]:,} |
+| longest wait | {soak["gap_s"]:.1f} s |
+| growth of a process | {growth} |
 
 {outcome}
 
@@ -215,9 +215,8 @@ python -m devtools faults --soak 30m --ranks 3              # random faults
 python -m devtools faults --page docs/RELIABILITY.md        # write this page
 ```
 
-Measured by {runs};
-[all results](../benchmarks/results/faults.json). Small disks, cgroups and hosts need root. Not played: NCCL between
-hosts, stores other than S3.
+[Measured](../benchmarks/results/faults.json) by {runs}.
+Small disks, cgroups and hosts need root. Not played: NCCL between hosts, stores other than S3.
 """  # fmt: skip
 
 
