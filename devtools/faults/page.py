@@ -24,8 +24,8 @@ between real processes and a real S3 server, and compares every batch with the p
   from its last position, on any number of ranks.
 - **Passing faults are waited for**: requests are retried for two minutes. A bad response costs at most 30 seconds,
   mostly none.
-- **Lasting faults are errors** that name the object and what to do. The next start, or call of `next`, continues
-  after the last batch that was handed out.
+- **Lasting faults are errors** that name the object and what to do. The next start, or `next`, continues after the last
+  batch that was handed out.
 - **An error on one rank reaches all in seconds**, with the [first cause](#when-one-rank-fails).
 - **The cache is never trusted.** Damaged entries are fetched again; a full or read-only disk costs only speed.
 - **Nothing is left behind**: after `close()` no thread or descriptor, after a SIGKILL no lock or shared memory.
@@ -67,9 +67,9 @@ _GROUPS = {
 
 _HOSTS = f"""## Hosts and the network between them
 
-A link that goes down is silent: no connection is reset. Here each host is a network namespace of one machine, with a
-rank of the trainer under torchrun, on gloo, `stall_timeout_s=10`. A job that ended was started again on one host less,
-and `penstock audit` accounts for every sample.
+A link that goes down is silent: no connection is reset. Each host here is a network namespace of one machine, with a
+rank of the trainer under torchrun, on gloo, `stall_timeout_s=10`. `penstock audit` accounts for every sample, also of
+jobs that were started again on one host less.
 
 - *Named*: all ranks end within `stall_timeout_s`. Those that reach the store name the silent rank and host, the
   others the store and rank 0's host.
@@ -85,8 +85,7 @@ set](training_faults.md#several-hosts-and-the-network-between-them) on hosts. Al
   109 s) with `sysctl net.ipv4.tcp_retries2=8`, though its ranks have ended. Watch the ranks.
 - **Until the trainer is made**, a rank cut off from the store ends within three minutes; others wait for
   `open_world(timeout_s=)`.
-- **Without the trainer**, a loader reports silence after two to three minutes, at the next batch and in the log,
-  before a collective times out (30 minutes with gloo, 10 with NCCL).
+- **Without the trainer**, a loader reports silence before a collective times out (30 minutes with gloo, 10 with NCCL).
 
 """
 
