@@ -60,7 +60,7 @@ _FEW_WORDS = 2  # which are said again rather than a ditto mark
 
 _GROUPS = {
     "network": "Network and server",
-    "process": "Ranks, workers, launcher",
+    "process": "3 ranks, 2 workers, launcher",
     "node": "Disk, cache, memory, clock",
 }
 
