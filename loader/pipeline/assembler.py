@@ -137,7 +137,7 @@ class DeliveryQueue:
         return waiting >= self._max_items or (waiting >= 2 and self._bytes + item.nbytes > self._most_bytes(item))
 
     def _most_bytes(self, item: Delivery) -> int:
-        """How many bytes may wait together with a delivery."""
+        """Choose the bytes that may wait together with a delivery."""
         is_copied = isinstance(item.batch, UnfinishedBatch) and item.batch.is_copied
         return min(self._max_bytes, _MOST_COPIED_BYTES) if is_copied else self._max_bytes
 
