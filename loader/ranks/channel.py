@@ -108,7 +108,7 @@ class ChannelAddress:
 
     def open(self) -> Channel:
         """Connect. Raises DatasetError where the store is gone."""
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         try:
             store = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)

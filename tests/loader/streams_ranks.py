@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from penstock import DistributedDataLoader
 from penstock.loader.ranks import channel as channels
