@@ -81,6 +81,7 @@ class Delivery:
             replaced,
             self.is_last,
             self.laps,
+            self.cursors,
             self.is_end,
         )
 
