@@ -77,7 +77,7 @@ class TrainRecord(Record):
     - ``loader_bottleneck``, ``loader_ready_batches``, ``loader_fetched_bytes``, ...: metrics of penstock's loader since
       the last record.
     - ``bound``, ``skew_s``, ``slowest_rank``, ``slowest_in``, ``stale_ranks``: on several ranks, what bounds the run;
-      seconds a step that the slowest takes more than the others; which rank and phase; silent ranks.
+      seconds a step that the slowest takes more than the others; which rank and phase; how many are silent.
     - ``bubble``, ``bubble_formula``: with ``parallel.pp``, the share of their schedules in which ranks computed nothing,
       and that of the schedule's arithmetic (a backward as long as two forwards, equal stages, messages without time).
     - ``expert_load_max``, ``expert_load_min``: tokens of the busiest expert and of the idlest one, as multiples of an
@@ -109,7 +109,7 @@ class TrainRecord(Record):
     mfu: float | None = None
     """Share of the device's peak that forward and backward use."""
     data_wait_share: float | None = None
-    """Share of ``seconds`` spent in fetch."""
+    """Share of ``seconds`` that was spent in fetch."""
     gradient_norm: float | None = None
     """Of the last step, before clipping. With local SGD rank 0's own, with DiLoCo its learner's."""
     gradient_norm_max: float | None = None
