@@ -78,7 +78,7 @@ class TrainRecord(Record):
       the last record.
     - ``bound``, ``skew_s``, ``slowest_rank``, ``slowest_in``, ``stale_ranks``: on several ranks, what bounds the run;
       seconds a step that the slowest takes more than the others; which rank and phase; how many are silent.
-    - ``bubble``, ``bubble_formula``: with ``parallel.pp``, the share of their schedules in which ranks computed nothing,
+    - ``bubble``, ``bubble_formula``: with ``parallel.pp``, the share of their schedules in which ranks idled,
       and that of the schedule's arithmetic (a backward as long as two forwards, equal stages, messages without time).
     - ``expert_load_max``, ``expert_load_min``: tokens of the busiest expert and of the idlest one, as multiples of an
       even share.
