@@ -58,7 +58,8 @@ def short_place_of(cell: Mapping[str, Any]) -> str:
 
 
 def _store_of(cell: Mapping[str, Any]) -> str:
-    return {"s3-delay": "s3", "s3-tls": "s3 TLS"}.get(cell["store"], cell["store"])
+    name: str = cell["store"]
+    return {"s3-delay": "s3", "s3-tls": "s3 TLS"}.get(name, name)
 
 
 def rate(value: float | None) -> str:
