@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..benchmarks.datasets import CASES
-from ..benchmarks.field.cells import FieldConfig, cells_of, quick
+from ..benchmarks.field.cells import STORES, FieldConfig, cells_of, quick
 from ..benchmarks.field.page import draw_picture, render
 from ..benchmarks.field.runner import run_field
 from ..benchmarks.field.table import line_of, print_report
@@ -65,7 +65,7 @@ class FieldArguments:
     """Of bytes-6k, bytes-40k, bytes-1m, images, tokens, rows, rows-packed, jsonl; all if not given."""
 
     stores: _Some = None
-    """Of local, s3, s3-delay; all if not given."""
+    """Of local, s3, s3-delay, s3-tls; all if not given."""
 
     ranks: _Some = None
     """Numbers of ranks; 1,2,4 if not given."""
@@ -137,7 +137,7 @@ def configure(given: FieldArguments) -> FieldConfig:
     """
     config = FieldConfig(
         workloads=_names(given.workloads, tuple(CASES)),
-        stores=_names(given.stores, ("local", "s3", "s3-delay")),  # type: ignore[arg-type]
+        stores=_names(given.stores, STORES),  # type: ignore[arg-type]
         ranks=_numbers(given.ranks),
         against=() if given.against == "none" else _names(given.against, tuple(PEERS)),
         rounds=given.rounds,

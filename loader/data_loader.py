@@ -76,7 +76,8 @@ class DistributedDataLoader(Generic[BatchT]):
         weights: draw samples with replacement, each in proportion to its weight: one a sample id, or a mapping from
             patterns of shard names to the weight of each of their samples. An epoch has as many draws as samples.
         columns: the fields to read; None reads all. Of parquet only the bytes of these are fetched.
-        decode: "auto" decodes by extension and type, None returns raw bytes, a mapping sets decoders by field.
+        decode: "auto" decodes by extension and type, None returns raw bytes, a mapping sets decoders by field. A field
+            without an extension has images if its value with the lowest sample id, among the first 8 chunks, is one.
         raw: what is not decoded is handed out as a list of "bytes", or with "view" as ``ByteViews`` of the chunks'
             memory, without a copy or an object a sample; users' decoders and transforms then get memoryviews, too.
         keep: drop samples before they are decoded: a function of a sample as it is stored (dict of field to value) that
@@ -101,14 +102,16 @@ class DistributedDataLoader(Generic[BatchT]):
         autotune: "auto" changes those not given while the loader runs, True also those given, False none.
         processes: worker processes that decode and transform instead of threads, with the same results: for a
             transform in pure Python, which holds the GIL; define it at the top level of a module. ``memory_limit`` does
-            not cover the processes' own memory. "auto": of images alone, where a rank has many cores.
+            not cover the processes' own memory. "auto": of images alone, where a rank has six cores or more, after a
+            thousand images: cores - 1 - cores // 8 of them, at most 32, and as many as 5% of the memory holds.
         place: "process" plans, reads, decodes and makes batches in a process of its own beside this one, so that no
             thread of the loader holds up the training loop; "auto" does so where images or functions of yours are
             worked on and can be sent there. Define functions at the top level of a module.
         memory_limit: bytes (or '2GiB') for everything that the loader holds; "auto" follows the machine and cgroup.
         cache_dir, cache_limit: a folder, shared by the node's processes, to keep fetched chunks in, and its size.
         rank, world_size: by default those of torch.distributed, else of torchrun's environment, else 0 of 1. What was
-            found is compared with torch.distributed again at the first batch.
+            found is compared with torch.distributed again at the first batch; WORLD_SIZE above 1 without RANK is
+            refused.
         mesh, data_dims: a ``DeviceMesh`` instead, and its dimensions along which samples differ (by default those with
             the usual names, such as dp and dp_shard); along all others, such as tp and pp, samples are the same.
         fields_by_stage: fields that only some stages of the mesh's pipeline dimension read, decode and hand out, like

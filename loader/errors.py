@@ -6,13 +6,14 @@ from ..storage.errors import PenstockError
 
 
 class DatasetError(PenstockError):
-    """The objects are no data set: nothing is there, formats are mixed, or there are no samples."""
+    """The objects are no data set: nothing is there, formats are mixed, shards are missing, or there are no samples."""
 
 
 class FormatError(DatasetError):
     """The shard's bytes are not what its format says.
 
-    The message names the shard, the byte offset where it is known, what was found and what to do.
+    The message names the shard, the byte offset where it is known, what was found and what to do. Write or copy the
+    shard again; ``penstock verify`` lists all flaws.
     """
 
     def __init__(self, shard: str, problem: str, *, offset: int | None = None) -> None:
@@ -31,7 +32,7 @@ def _rebuild_format_error(kind: type[FormatError], shard: str, problem: str, off
 
 
 class ChecksumError(FormatError):
-    """The bytes of a chunk do not have the checksum that the manifest holds for them."""
+    """The bytes of a chunk do not have the checksum that the manifest holds for them: copy the shard again."""
 
 
 class MemoryLimitError(DatasetError):
@@ -42,13 +43,16 @@ class MemoryLimitError(DatasetError):
 
 
 class DecodeError(PenstockError):
-    """A sample's field could not be decoded; the message names sample, shard, field and cause."""
+    """A sample's field could not be decoded; the message names sample, shard, field and cause.
+
+    ``on_error="replace"`` and ``"skip"`` tolerate such samples.
+    """
 
     field: str | None = None
 
 
 class SampleNotFoundError(PenstockError, LookupError):
-    """No sample has the key or value that was searched for."""
+    """No sample has the key or value that was searched for, or ``transform`` drops it."""
 
 
 class WorkerError(PenstockError, RuntimeError):
@@ -64,15 +68,18 @@ class ConfigError(PenstockError, ValueError):
 
 
 class StateMismatchError(PenstockError, ValueError):
-    """The state belongs to another data set, seed or order, and cannot be resumed here."""
+    """The state belongs to another data set, seed or order; the message names what differs, here and in the state."""
 
 
 class ForkedLoaderError(PenstockError, RuntimeError):
-    """A loader is used in a process that was forked from the one that made it, without its threads and connections."""
+    """A loader is used in a process that was forked from the one that made it, without its threads and connections.
+
+    Start processes with ``spawn`` or ``forkserver``, and make a loader in each.
+    """
 
 
 class LoaderClosedError(PenstockError, RuntimeError):
-    """The loader was closed."""
+    """The loader was closed: only ``state_dict`` and metrics still work. Make a new one."""
 
 
 class RankStoppedError(PenstockError, RuntimeError):

@@ -22,15 +22,21 @@ class StorageError(PenstockError):
 
 
 class UnsupportedURLError(StorageError):
-    """The URL names no store that can be opened here."""
+    """The URL names no store that can be opened here, or an option does not apply to it.
+
+    The message says which package to install, if one would open it.
+    """
 
 
 class NotFoundError(StorageError):
-    """There is no such object, bucket or folder."""
+    """There is no such object, bucket or folder: check the URL."""
 
 
 class AccessDeniedError(StorageError):
-    """The store does not know the caller, or refuses the request."""
+    """The store does not know the caller, or refuses the request: check the credentials.
+
+    For public data, give ``storage_options={"anonymous": True}``.
+    """
 
 
 class NoCredentialsError(AccessDeniedError):
@@ -38,7 +44,10 @@ class NoCredentialsError(AccessDeniedError):
 
 
 class ObjectChangedError(StorageError):
-    """The object is not the one that was listed or indexed: its ETag or size differs."""
+    """The object is not the one that was listed or indexed: its ETag or size differs.
+
+    Do not write to data in use; run ``penstock index`` again.
+    """
 
 
 class DecryptionError(StorageError):
@@ -46,19 +55,28 @@ class DecryptionError(StorageError):
 
 
 class ShortReadError(StorageError):
-    """The store sent fewer bytes than requested."""
+    """The store sent fewer bytes than requested.
+
+    If all tries end so, the object is shorter than indexed, or a proxy truncates.
+    """
 
     transient = True
 
 
 class ThrottledError(StorageError):
-    """The store asks for fewer requests (429, 503, SlowDown)."""
+    """The store asked for fewer requests (429, 503, SlowDown) until the deadline of the retries.
+
+    Use fewer processes, a cache, or a higher quota.
+    """
 
     transient = True
 
 
 class StoreUnavailableError(StorageError):
-    """The store did not answer in time, closed the connection or failed (5xx)."""
+    """The store did not answer in time, closed the connection or failed (5xx), until the deadline of the retries.
+
+    Check the network and the endpoint. For slow links, open a store with ``RetryConfig(min_bytes_per_s=...)``.
+    """
 
     transient = True
 
@@ -72,7 +90,7 @@ class StoreTimeoutError(StoreUnavailableError):
 
 
 class CacheFullError(StorageError):
-    """The disk under the cache is full or not writable, and no space can be freed."""
+    """The disk under the cache is full or not writable, and no space can be freed: use another ``cache_dir``."""
 
 
 class ClusterError(PenstockError):

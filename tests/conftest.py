@@ -42,12 +42,12 @@ for _number, _handler in (
 
 # Shared machines stall now and then: an example is judged by its result, a hanging test by its time-out.
 settings.register_profile("penstock", deadline=None)
-QUICK_EXAMPLES, LONG_LIST = 10, 6
+QUICK_EXAMPLES, LONG_LIST = 10, 4
 settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES)
 settings.load_profile("penstock")
 
 # What makes a test slow: a server, ranks of its own, a kill, in the test or in a function of its file that it calls.
-# One that takes a second, or a third of a second of a core, is marked by hand. `make quick` leaves slow tests out;
+# One that takes a second, or a sixth of a second of a core, is marked by hand. `make quick` leaves slow tests out;
 # `make test` runs them last, four at a time, since many of them wait, and leaves those marked
 # full to `make full`: soaks, kills at every point, and of slow products of parameters two cases in three.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}

@@ -25,7 +25,7 @@ from started_process import started_process
 from torchrun import run_ranks
 
 import penstock.storage.resolve
-from penstock import DistributedDataLoader, ImageDecoder, pack
+from penstock import DistributedDataLoader, pack
 from penstock.cli import COMMANDS, run
 from penstock.loader import audit
 from penstock.storage import MemoryStore, Store
@@ -248,22 +248,11 @@ def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None
             assert anchor in {slug(heading) for heading in headings}, f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "page"),
-    [(DistributedDataLoader, "loader.md"), (ImageDecoder, "decoding.md")],
-    ids=["DistributedDataLoader", "ImageDecoder"],
-)
-def test_every_argument_has_a_row_in_its_page_with_its_default(kind: type, page: str) -> None:
-    parameters = inspect.signature(kind).parameters
-    tables = re.findall(
-        r"^\| argument \| default \|.*?\n\n", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE
-    )
-    rows = re.findall(r"^\| (`[^|]+) \|([^|]*)\|", "".join(tables), re.MULTILINE)
-    defaults = {name: default.strip(" `") for names, default in rows for name in re.findall(r"`(\w+)`", names)}
-    assert set(parameters) == set(defaults)
-    for name, parameter in parameters.items():
-        told = eval(defaults[name], {}) if defaults[name] else inspect.Parameter.empty
-        assert repr(told) == repr(parameter.default), name
+def test_every_argument_of_the_loader_is_in_one_group_of_its_page() -> None:
+    text = (ROOT / "docs" / "loader.md").read_text()
+    rows = text.partition("| group | arguments |")[2].partition("\n\n")[0]
+    named = re.findall(r"`(\w+)`", rows)
+    assert sorted(named) == sorted(inspect.signature(DistributedDataLoader).parameters)
 
 
 # The sections of the command lines' page that tables of options stand in, and the commands whose help they are about.

@@ -209,6 +209,22 @@ def pack(
     or integers) apply to tokens only. A tokenizer is what ``Packing`` takes, whose texts are encoded many at a time, or
     a function from one text to its tokens. With ``checksums`` the manifest has one per chunk, which readers verify.
 
+    What is written, by ``format``:
+
+    - tar: one member per field: bytes as they are, text as UTF-8, numbers, decimals and times as text, arrays in .npy
+      fields, any JSON value in .json fields; without ``__key__``, the ordinal is the key
+    - parquet: zstd, row groups of about 4 MiB, with the source's schema, or that of the first 256 rows; NumPy arrays of
+      one shape and dtype become fixed-size lists, and tensors in batches
+    - arrow: uncompressed IPC files, record batches of about 4 MiB; else as parquet
+    - mds: uncompressed shards and index.json; the first sample fixes the encodings; no missing values
+    - jsonl: uncompressed; times and decimals as text, arrays as lists, NaN as null; no bytes
+    - tokens: raw little-endian uint16 or uint32, every shard of whole sequences; texts follow each other without a
+      separator, so let the tokenizer add one
+
+    Labels (``cls``, ``id``) and texts (``txt``) of a tar become integers and text in tables. What a format cannot hold
+    is refused with the sample's name. ``overwrite`` replaces shards of the same names, but none of the source; if more
+    remain, an error names those to delete first.
+
     Each shard is written whole and the manifest last, so that readers refuse an interrupted pack. Run again with the
     same source and options, it goes on after the last shard that it noted; with others, or from an iterable, it starts
     anew. A target that is not empty is refused unless ``overwrite``, which always starts anew.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ...loader.errors import ConfigError
 from ...storage.suggestions import did_you_mean
@@ -13,7 +13,8 @@ from ..datasets import CASES
 from ..harness.config import Environments
 from ..peers.catalogue import PEERS, find_peer
 
-StoreName = Literal["local", "s3", "s3-delay"]
+StoreName = Literal["local", "s3", "s3-delay", "s3-tls"]
+STORES: tuple[StoreName, ...] = get_args(StoreName)
 WORKLOADS = tuple(CASES)
 QUICK_WORKLOADS = ("bytes-40k", "tokens")
 FREE_SETTINGS = ("workloads", "stores", "ranks")  # in which the cells of one report may differ
@@ -40,7 +41,7 @@ class FieldConfig:
     """
 
     workloads: tuple[str, ...] = WORKLOADS
-    stores: tuple[StoreName, ...] = ("local", "s3", "s3-delay")
+    stores: tuple[StoreName, ...] = STORES
     ranks: tuple[int, ...] = (1, 2, 4)
     against: tuple[str, ...] = tuple(PEERS)
     scale: float = 1.0
@@ -65,8 +66,8 @@ class FieldConfig:
         for name in self.against:
             find_peer(name)
         for store in self.stores:
-            if store not in ("local", "s3", "s3-delay"):
-                raise ConfigError(f"--stores {store}: unknown; the stores are local, s3, s3-delay")
+            if store not in STORES:
+                raise ConfigError(f"--stores {store}: unknown; the stores are {', '.join(STORES)}")
         if not (self.workloads and self.stores and self.ranks):
             raise ConfigError("--workloads, --stores and --ranks need at least one name each")
         if min(self.ranks) < 1 or max(self.ranks) > 64:
@@ -108,13 +109,13 @@ def quick(config: FieldConfig) -> FieldConfig:
 
 
 def cells_of(config: FieldConfig) -> list[Cell]:
-    """The cells, by workload: several ranks, and the delay, only for workloads that are measured everywhere."""
+    """The cells, by workload: several ranks, the delay and TLS only for workloads that are measured everywhere."""
 
     def chosen() -> Iterator[Cell]:
         for workload in config.workloads:
             for store in config.stores:
                 for ranks in config.ranks:
-                    more = (store == "s3-delay") + (ranks != 1)
+                    more = (store in ("s3-delay", "s3-tls")) + (ranks != 1)
                     if more == 0 or (more == 1 and CASES[workload].everywhere):
                         yield Cell(workload=workload, store=store, ranks=ranks)
 

@@ -1,4 +1,4 @@
-"""Places of the workloads: the local disk, or an S3 server, straight or behind a line that delays."""
+"""Places of the workloads: the local disk, or an S3 server, straight, behind a line that delays, or behind TLS."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..harness.job import Job
 from ..peers.catalogue import PEERS
 from ..stores.delay_line import delay_line
 from ..stores.server import make_bucket, serve_s3
+from ..stores.tls_line import tls_line
 from .cells import StoreName
 
 _BUCKET = "penstock-bench"
@@ -25,7 +26,7 @@ _UPLOADS = 4
 class Places:
     """The stores of one run of the bench. The S3 server is started when it is first needed; ``close`` ends it.
 
-    Mutable state: the server and the line, once started, or the error that starting the server ended with.
+    Mutable state: the server and the lines, once started, or the error that starting the server ended with.
     """
 
     def __init__(self, delay_ms: float, say: Callable[[str], None]) -> None:
@@ -34,6 +35,7 @@ class Places:
         self._options: dict[str, str] | None = None
         self._failed: ConfigError | None = None
         self._late_url = ""
+        self._tls: dict[str, str] = {}
 
     def close(self) -> None:
         self._open.close()
@@ -55,6 +57,9 @@ class Places:
         options = self._serve()
         if store == "s3":
             return options
+        if store == "s3-tls":
+            self._tls = self._tls or self._open.enter_context(tls_line(options["endpoint"]))
+            return options | self._tls
         if not self._late_url:
             if not options["endpoint"].startswith("http://"):
                 raise ConfigError("the line that delays takes plain http:// only, and this S3 server is none")

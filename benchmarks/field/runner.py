@@ -238,7 +238,7 @@ def _result(
 
 def _resume(job: Job, run: Measurement, cell: Cell, config: FieldConfig, notes: dict[str, str]) -> dict[str, float]:
     """Seconds to the first batch, fresh and from the middle of an epoch; nothing where that is not measured."""
-    if not config.resume or cell.ranks != 1 or cell.store == "s3-delay" or job.contender == LIMIT:
+    if not config.resume or cell.ranks != 1 or cell.store in ("s3-delay", "s3-tls") or job.contender == LIMIT:
         return {}
     if run.state is None:
         notes.setdefault(job.contender, "it cannot be resumed inside an epoch")

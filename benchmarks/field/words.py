@@ -43,7 +43,7 @@ def line_of(cell: Mapping[str, Any], ours: str) -> str:
 
 def place_of(cell: Mapping[str, Any]) -> str:
     """Store and ranks of a cell, in short: "s3 +20 ms, 2 ranks"."""
-    store = "s3" if cell["store"].startswith("s3") else cell["store"]
+    store = _store_of(cell)
     if cell.get("delay_ms"):
         store += f" +{cell['delay_ms']:g} ms"
     return store if cell["ranks"] == 1 else f"{store}, {cell['ranks']} ranks"
@@ -51,10 +51,15 @@ def place_of(cell: Mapping[str, Any]) -> str:
 
 def short_place_of(cell: Mapping[str, Any]) -> str:
     """The same for a narrow table: "s3 +20ms x2"."""
-    store = "s3" if cell["store"].startswith("s3") else cell["store"]
+    store = _store_of(cell)
     if cell.get("delay_ms"):
         store += f" +{cell['delay_ms']:g}ms"
     return store if cell["ranks"] == 1 else f"{store} x{cell['ranks']}"
+
+
+def _store_of(cell: Mapping[str, Any]) -> str:
+    name: str = cell["store"]
+    return {"s3-delay": "s3", "s3-tls": "s3 TLS"}.get(name, name)
 
 
 def rate(value: float | None) -> str:

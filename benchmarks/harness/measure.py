@@ -24,6 +24,7 @@ from ...storage.errors import PenstockError
 from ..child_arguments import take_arguments
 from ..contenders import Contender, base_of, find_module
 from ..peers.catalogue import PEERS
+from ..stores.tls_line import trust
 from .batch_stats import batch_stats, checksum
 from .job import Job, Measurement, Pass
 from .process_time import tree_cpu_s, waited_cpu_s
@@ -37,6 +38,7 @@ def measure(job: Job) -> Measurement:
         with contextlib.suppress(Exception):  # whatever it is, the contender will meet it
             importlib.import_module(name)
     _join_ranks(job)
+    os.environ.update(trust(job.storage_options, job.scratch))
     imported = set(sys.modules)
     cpu_before_s = waited_cpu_s()
     started = time.perf_counter()

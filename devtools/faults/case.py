@@ -26,7 +26,7 @@ class Case:
     name: str
     group: str
     fault: str
-    sees: str
+    sees: str = ""  # what a user sees but the wait; empty: nothing
     inject: Callable[[Stage], None]
     prepare: Callable[[Stage], Mapping[str, Any]] = lambda stage: {}
     errors: tuple[str, ...] = ()

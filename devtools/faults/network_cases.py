@@ -174,11 +174,10 @@ def wrong_key(stage: Stage) -> Mapping[str, Any]:
     return {"options": {**stage.options, "secret_key": "wrong"}}
 
 
-_LATE = "a retry or a second request"
-_PAUSED = "pauses: a try is given up after 8 or 12 s, the next one after twice as long"
+_PAUSED = "tries last 8 or 12 s, then twice that"
 _SLOW: tuple[tuple[str, str, Fault], ...] = (
     ("drip", "bodies at 1 kB/s", Drip(bytes_per_s=1000, after_bytes=1000)),
-    ("silence", "bodies that stop midway, connection open", Silence(after_bytes=1000)),
+    ("silence", "bodies that stop midway", Silence(after_bytes=1000)),
     ("black-hole", "no answer", BlackHole()),
 )
 
@@ -186,18 +185,18 @@ _SLOW: tuple[tuple[str, str, Fault], ...] = (
 def _slow_cases() -> list[Case]:
     """Each slow response at three times: before latencies are known, after, and without second requests."""
     cases = []
-    for name, words, fault in _SLOW:
-        for suffix, when, how, job in (
-            ("", "10% after the first 40 requests", {"share": 0.1, "start": WARM}, {}),
-            ("-at-first", "the first 3 requests, before latencies are known", {"times": 3}, {}),
-            ("-unhedged", "5%, no second requests left", {"share": 0.05}, {"spend_hedges": True}),
-        ):
+    for suffix, when, how, job in (
+        ("", "10%", {"share": 0.1, "start": WARM}, {}),
+        ("-at-first", "the first 3 requests", {"times": 3}, {}),
+        ("-unhedged", "5%, no second requests left", {"share": 0.05}, {"spend_hedges": True}),
+    ):
+        for name, words, fault in _SLOW:
             cases.append(
                 Case(
                     name=name + suffix,
                     group="network",
                     fault=f"{words}: {when}",
-                    sees=_PAUSED if job else _LATE,
+                    sees=_PAUSED if job else "",
                     prepare=choose(fault, **how),
                     inject=nothing,
                     job=job,
@@ -208,59 +207,59 @@ def _slow_cases() -> list[Case]:
     return cases
 
 
-def _storm(name: str, words: str, *faults: Fault, share: float, sees: str = _LATE) -> Case:
+def _storm(name: str, words: str, *faults: Fault, share: float) -> Case:
     return Case(
-        name=name, group="network", fault=words, sees=sees, prepare=choose(*faults, share=share), inject=nothing,
+        name=name, group="network", fault=words, prepare=choose(*faults, share=share), inject=nothing,
         timeout_s=300,
     )  # fmt: skip
 
 
 NETWORK_CASES: list[Case] = [
-    Case(name="none", group="none", fault="none", sees="", inject=nothing),
+    Case(name="none", group="none", fault="none", inject=nothing),
     _storm("reset", "connection reset in mid-body: 20%", Reset(after_bytes=5000), share=0.2),
     _storm("truncated", "connection closed in mid-body: 20%", Truncate(after_bytes=5000), share=0.2),
     _storm("late", "answers 2 s late: 5%", Delay(seconds=2), share=0.05),
-    _storm("wrong-bytes", "wrong bytes of the right length: 10% of all (an index with checksums)",
-           Corrupt(after_bytes=3000), share=0.1, sees="nothing: the checksum fails, and the chunk is read again"),
+    _storm("wrong-bytes", "wrong bytes of the right length: 10%",
+           Corrupt(after_bytes=3000), share=0.1),
     *[
         _storm(f"storm-{status}", f"status {status}: 30%", Answer(status=status), share=0.3)
         for status in (429, 500, 503)
     ],
     *_slow_cases(),
-    Case(name="refused-3-s", group="network", fault="connections reset and refused for 3 s", sees="a pause",
+    Case(name="refused-3-s", group="network", fault="connections reset and refused for 3 s",
          inject=take_away(3)),
     Case(name="outage-20-s", group="network", fault="connections reset and refused for 20 s",
-         sees="a pause, and a warning", inject=take_away(20), gap_s=45),
-    Case(name="gone-for-good", group="network", fault="connections reset and refused for ever, in mid-epoch",
+         sees="a warning", inject=take_away(20), gap_s=45),
+    Case(name="gone-for-good", group="network", fault="connections reset and refused for ever",
          sees="names the host and how long it was tried", inject=take_away_for_good,
          errors=("StoreUnreachableError", "StoreUnavailableError"), error_s=150, gap_s=150, timeout_s=250),
     Case(name="refused-at-start", group="network", fault="nothing listens at the endpoint",
-         sees="within 15 s: check the URL", prepare=refused_host, inject=nothing,
+         sees="says: check the URL", prepare=refused_host, inject=nothing,
          errors=("StoreUnreachableError",), error_s=15),
     Case(name="dns-failure", group="network", fault="the host has no address",
-         sees="within 15 s: check the URL", prepare=unknown_host, inject=nothing,
+         sees="says: check the URL", prepare=unknown_host, inject=nothing,
          errors=("StoreUnreachableError",), error_s=15),
-    Case(name="dns-lost-8-s", group="network", fault="the host loses its address and all connections for 8 s",
-         sees="a pause", prepare=with_own_hosts, inject=lose_address, skip=needs_namespace),
+    Case(name="dns-lost-8-s", group="network", fault="the host loses its address for 8 s",
+         prepare=with_own_hosts, inject=lose_address, skip=needs_namespace),
     Case(name="wrong-key", group="network", fault="a wrong secret key from the start",
-         sees="at once", prepare=wrong_key, inject=nothing, errors=("AccessDeniedError",), error_s=10),
+         prepare=wrong_key, inject=nothing, errors=("AccessDeniedError",), error_s=10),
     Case(name="forbidden-once", group="network", fault="one 403 in mid-epoch",
-         sees="nothing: it is tried again", prepare=choose(FORBIDDEN, start=WARM, times=1), inject=nothing),
+         prepare=choose(FORBIDDEN, start=WARM, times=1), inject=nothing),
     Case(name="forbidden", group="network", fault="403 for one shard, for good",
          sees="names the shard", prepare=choose(FORBIDDEN, path="000007.tar"), inject=nothing,
          errors=("AccessDeniedError",), names="000007.tar"),
-    Case(name="credentials-revoked", group="network", fault="403 InvalidAccessKeyId for all, in mid-epoch",
-         sees="at the batch that needs what cannot be read", prepare=choose(REVOKED, start=WARM),
+    Case(name="credentials-revoked", group="network", fault="403 InvalidAccessKeyId for all",
+         prepare=choose(REVOKED, start=WARM),
          inject=nothing, errors=("AccessDeniedError",)),
     Case(name="absent-once", group="network", fault="one 404 in mid-epoch",
-         sees="nothing: it is tried again", prepare=choose(ABSENT, start=WARM, times=1), inject=nothing),
+         prepare=choose(ABSENT, start=WARM, times=1), inject=nothing),
     Case(name="absent", group="network", fault="404 for one shard, for good", sees="names the shard",
          prepare=choose(ABSENT, path="000007.tar"), inject=nothing, errors=("NotFoundError",), names="000007.tar"),
-    Case(name="wrong-bytes-for-good", group="network", fault="wrong bytes of the right length for one shard, for good",
-         sees="names the shard; with `max_bad_chunks=` a warning, and other samples replace it",
+    Case(name="wrong-bytes-for-good", group="network", fault="wrong bytes for one shard, for good",
+         sees="names the shard; `max_bad_chunks=` replaces its samples",
          prepare=choose(Corrupt(after_bytes=3000), path="000007.tar"), inject=nothing,
          errors=("ChecksumError",), names="000007.tar"),
-    Case(name="replaced", group="network", fault="every shard replaced by another of its length, in mid-epoch",
-         sees="names the shard; never a sample of another version", prepare=use_copy,
+    Case(name="replaced", group="network", fault="every shard replaced by another of its length",
+         sees="names the shard", prepare=use_copy,
          inject=replace_objects, errors=("ObjectChangedError",)),
 ]  # fmt: skip

@@ -94,7 +94,7 @@ def one_rank_refused(stage: Stage) -> Mapping[str, Any]:
     return {"options_of_rank": {"1": {**stage.options, "endpoint": other.url}}}
 
 
-_WHAT_REMAINS = "torchrun ends the other ranks; the next start continues from the checkpoint"
+_WHAT_REMAINS = "torchrun ends the others; the next start continues"
 _TOGETHER: dict[str, Any] = {"ranks": _RANKS, "torchrun": True, "job": {"meets": True}, "usual": "none-3-ranks"}
 
 
@@ -105,29 +105,29 @@ def _killed(name: str, fault: str, inject: Callable[[Stage], None], sees: str = 
 
 
 PROCESS_CASES: list[Case] = [
-    Case(name="none-3-ranks", group="none", fault="none, on 3 ranks of torchrun", sees="", inject=nothing, **_TOGETHER),
-    _killed("kill-rank", "SIGKILL of one of 3 ranks", signal_rank(signal.SIGKILL)),
-    _killed("term-rank", "SIGTERM of one of 3 ranks", signal_rank(signal.SIGTERM)),
-    Case(name="stop-rank", group="process", fault=f"SIGSTOP of one of 3 ranks, SIGCONT {STOPPED_S:.0f} s later",
-         sees="a pause", inject=suspend(lambda stage, draw: stage.run.pid_of(draw.randrange(stage.run.ranks))),
+    Case(name="none-3-ranks", group="none", fault="none, on 3 ranks of torchrun", inject=nothing, **_TOGETHER),
+    _killed("kill-rank", "SIGKILL of a rank", signal_rank(signal.SIGKILL)),
+    _killed("term-rank", "SIGTERM of a rank", signal_rank(signal.SIGTERM)),
+    Case(name="stop-rank", group="process", fault=f"SIGSTOP of a rank for {STOPPED_S:.0f} s",
+         inject=suspend(lambda stage, draw: stage.run.pid_of(draw.randrange(stage.run.ranks))),
          **_TOGETHER),
     _killed("term-launcher", "SIGTERM of torchrun", signal_launcher(signal.SIGTERM)),
     Case(name="kill-launcher", group="process", fault="SIGKILL of torchrun, which orphans its ranks",
-         sees="nothing: the ranks finish by themselves", inject=signal_launcher(signal.SIGKILL), **_TOGETHER),
-    Case(name="stop-launcher", group="process", fault=f"SIGSTOP of torchrun, SIGCONT {STOPPED_S:.0f} s later",
-         sees="nothing", inject=suspend(lambda stage, draw: stage.run.process.pid), **_TOGETHER),
-    Case(name="kill-worker", group="process", fault="SIGKILL of one of 2 worker processes",
+         sees="the ranks finish", inject=signal_launcher(signal.SIGKILL), **_TOGETHER),
+    Case(name="stop-launcher", group="process", fault=f"SIGSTOP of torchrun for {STOPPED_S:.0f} s",
+         inject=suspend(lambda stage, draw: stage.run.process.pid), **_TOGETHER),
+    Case(name="kill-worker", group="process", fault="SIGKILL of a worker process",
          sees="names the signal and the samples", inject=signal_worker(signal.SIGKILL),
          errors=("WorkerError",), job={"loader": {"processes": 2}}),
-    Case(name="term-worker", group="process", fault="SIGTERM of one of 2 worker processes",
-         sees="nothing: workers end with their rank", inject=signal_worker(signal.SIGTERM),
+    Case(name="term-worker", group="process", fault="SIGTERM of a worker process",
+         sees="workers end with their rank", inject=signal_worker(signal.SIGTERM),
          job={"loader": {"processes": 2}}),
     Case(name="stop-worker", group="process",
-         fault=f"SIGSTOP of one of 2 worker processes, SIGCONT {STOPPED_S:.0f} s later",
-         sees="a pause; `loader.activity()` names the process (a `WorkerError` after 60 s)",
+         fault=f"SIGSTOP of a worker process for {STOPPED_S:.0f} s",
+         sees="`loader.activity()` names it; a `WorkerError` after 60 s",
          inject=suspend(pick_worker), job={"loader": {"processes": 2}}),
-    Case(name="one-rank-refused", group="process", fault="403 for good for one of 3 ranks, without collectives",
-         sees="on all ranks in seconds, with the rank that failed first, the shard and the reason",
+    Case(name="one-rank-refused", group="process", fault="403 for a rank, for good",
+         sees="on all ranks, with the first rank, shard and reason",
          prepare=one_rank_refused, inject=nothing, ranks=_RANKS, torchrun=True,
          job={"group": True, "until_epoch": 30}, errors=("AccessDeniedError",), names="access denied", reaches_all=True,
          then_ranks=2, error_s=10),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def main() -> None:
 
 def store_notebooks() -> None:
     """Run each notebook in an empty folder and write it with its outputs."""
+    # As in the tests. Threads that spin at each of a small model's many barriers take minutes where cores are busy.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from .notebooks import run_notebook
 
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):

@@ -106,6 +106,12 @@ class Mixture:
             each part of it if it is a multiple of their sum.
         weight: of a mixture inside another, its share.
 
+    A loader's own arguments hold for all sources together, or for those that do not set them. ``lanes`` are the same
+    for all, "auto" for ``window`` and ``piece`` fits each; ``max_bad_chunks`` counts the bad chunks of all, each
+    replaced by another of its source; ``on_error`` and ``bucket`` work in each source by itself; ``cost`` needs an
+    index of its name beside each; ``processes`` needs the same ``transform``, ``decode`` and ``may_drop`` for all.
+    ``batch_tokens`` and ``weights`` are refused.
+
     Raises:
         ConfigError: a weight or a name is not possible; says which and what would be.
     """

@@ -74,7 +74,7 @@ class StaleManifestWarning(UserWarning):
 
 
 class UnfinishedDatasetError(DatasetError):
-    """The data set is still being written, or its writer was interrupted."""
+    """The data set is still being written, or its writer was interrupted: run the same ``penstock pack`` again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

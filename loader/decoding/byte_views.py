@@ -57,7 +57,9 @@ class ByteViews:
     """The n values of a field as read-only memoryviews, None where missing; what ``raw="view"`` puts into a batch.
 
     A view keeps its whole chunk in memory for as long as it lives, so keep ``to_bytes()`` or ``gather()`` of what is
-    wanted for long. Slices are ``ByteViews`` too; equal bytes compare equal (``views[0] == b"..."``); pickling copies.
+    wanted for long. Where a batch would hold more than half of the chunks' part of ``memory_limit``, values are copied;
+    so are, always, fields below a quarter of their chunk. Slices are ``ByteViews`` too; equal bytes compare equal
+    (``views[0] == b"..."``); pickling copies.
 
     It has a sequence's methods but is no ``collections.abc.Sequence``: frameworks walk into those, down to each byte of
     a memoryview, which is one as well.

@@ -60,6 +60,17 @@ class MdsFormat(BaseFormat):
     Raw shards are cut into chunks of about ``chunk_bytes``; a shard compressed with zstd, gz, bz2, brotli or snappy is
     one chunk, and is preferred where a shard exists in both forms. Columns encoded as 'pkl' are never read. The hashes
     in the index are not checked, because they cover whole shards.
+
+    In a batch, by encoding:
+
+    - numbers: a tensor of their type; uint16 and uint32 become int64, unless ``decode=None``; str_int is int64,
+      str_float float64
+    - ndarray: a tensor where shapes and types of a batch agree, else a list of tensors, of their own type
+    - str: a list of str
+    - json, str_decimal: Python values; a tensor where all are numbers (no ``Decimal``)
+    - jpeg, png: images
+    - bytes: a list of bytes, or decoded by the column's name or first value
+    - pil, jpeg_array, list[...]: a list of bytes, as stored
     """
 
     name: ClassVar[str] = "mds"

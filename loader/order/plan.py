@@ -115,6 +115,11 @@ class Order:
     ``lanes`` is a power of two. ``piece`` is the number of rows that the permutation of an epoch moves together, 0 for
     whole chunks; ``window`` is the number of consecutive pieces of a lane whose samples are mixed. Without ``shuffle``
     chunks stay in manifest order and samples in their chunk's.
+
+    A loader's "auto" takes as ``lanes`` 1 for one rank without shuffle, otherwise the power of two at or above 4 times
+    the world size, at least 16; as ``window`` 1 to 8 chunks, so that all lanes together mix about 64 and one lane opens
+    at most about 64 MiB, or 4,096 rows of pieces; as ``piece`` single rows for data sets of one chunk, or with fewer
+    than 4 chunks a lane and at most 64 MiB (a few rows above a million rows), otherwise 0.
     """
 
     seed: int = 0

@@ -261,7 +261,9 @@ class DatasetView:
     with the random numbers that depend on (seed, epoch, sample id) alone. ``dataset.sample(i, epoch=2)`` is the sample
     of epoch 2, ``dataset.raw(i)`` what is stored. Negative indices count from the end; a slice is a view of the samples
     in it, and reads nothing. Reading a sample fetches its chunk, which is kept until one of another chunk is read:
-    neighbours are quick, a shuffled pass is not; that is what the loader is for. In a notebook a view shows as a table.
+    neighbours are quick, a shuffled pass is not; that is what the loader is for. A bad sample raises its error,
+    whatever ``on_error`` says; one that ``transform`` drops a ``SampleNotFoundError``. In a notebook a view shows as a
+    table.
 
     Of a mixture, samples have joint ids: those of its first source, then those of the second, and so on.
     ``dataset.sources["web"][i]`` is sample i of one source, by the id that batches have beside ``__source__``; epochs

@@ -315,6 +315,7 @@ def test_a_plot_tells_where_when_and_how_and_is_logarithmic_where_rates_differ_m
     assert drawn.count("<path") > 10
 
 
+@pytest.mark.slow
 def test_a_plot_shows_a_panel_for_each_result(tmp_path: Path) -> None:
     summary = summarize({OURS: runs_of(OURS, [4.0]), "litdata": runs_of("litdata", [2.0])})
     result = {"data": {"url": "x/photos"}, "summary": summary}

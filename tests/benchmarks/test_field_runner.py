@@ -232,7 +232,7 @@ def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
     assert by_store["local"]["notes"] == dict.fromkeys(
         (OURS, "torch"), "it cannot be resumed inside an epoch"
     )  # as the canned runs have no state
-    for store in ("s3", "s3-delay"):
+    for store in ("s3", "s3-delay", "s3-tls"):
         assert by_store[store]["contenders"] == {}
         assert all("does not answer" in reason for reason in by_store[store]["refused"].values())
         assert OURS in by_store[store]["refused"]
@@ -242,8 +242,8 @@ def test_a_store_that_does_not_answer_is_told_for_each_of_its_cells(
     # The same command tries the store again, as it may answer now, and measures nothing twice.
     progress = _Silent()
     again = runner.run_field(config, data=tmp_path / "data", report=tmp_path / "r.json", command="x", progress=progress)
-    assert progress.cells == ["tokens · s3 · 1 rank", "tokens · s3-delay · 1 rank"]
-    assert sorted(each["store"] for each in again["cells"]) == ["local", "s3", "s3-delay"]
+    assert progress.cells == ["tokens · s3 · 1 rank", "tokens · s3-delay · 1 rank", "tokens · s3-tls · 1 rank"]
+    assert sorted(each["store"] for each in again["cells"]) == ["local", "s3", "s3-delay", "s3-tls"]
     assert line_of(by_store["s3"]) == "tokens, s3: penstock was not measured"
 
 
@@ -253,7 +253,7 @@ def test_an_endpoint_that_is_gone_is_an_error_in_words(monkeypatch: pytest.Monke
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     with Places(20.0, lambda text: None) as places:
         assert places.options_of("local") == {}
-        for store in ("s3", "s3-delay"):
+        for store in ("s3", "s3-delay", "s3-tls"):
             with pytest.raises(ConfigError, match="does not answer"):
                 places.options_of(store)  # type: ignore[arg-type]
 

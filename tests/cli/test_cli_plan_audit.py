@@ -65,6 +65,7 @@ def test_plan_compares_world_sizes_of_a_made_up_data_set(capsys: pytest.CaptureF
     assert lines["skew of an epoch, samples"] == ["0", "0", "0"]
 
 
+@pytest.mark.slow
 def test_plan_shows_the_ranks_that_can_be_beside_the_reason_for_those_that_cannot(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -30,6 +30,7 @@ def test_rows_are_the_same_in_every_format(made: dict[str, list[Path]]) -> None:
             np.testing.assert_array_equal(values, found[0][name], name)
 
 
+@pytest.mark.slow
 def test_blobs_are_the_same_in_every_format(made: dict[str, list[Path]]) -> None:
     assert len(made["raw"]) > 2
     found = []

@@ -85,6 +85,7 @@ def test_each_kind_of_fault_is_seen(monkeypatch: pytest.MonkeyPatch, run: Any, f
     assert found is None if fault is None else str(found).startswith(fault)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jsonl", "manifest", "pattern"])
 def test_the_fuzzers_bytes_make_inputs_by_the_grammar_and_the_same_ones_again(name: str) -> None:
     made: list[bytes] = []

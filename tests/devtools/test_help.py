@@ -137,6 +137,7 @@ def test_paragraphs_are_wrapped_and_commands_are_not() -> None:
     assert told[1] == command
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_the_runner_lists_every_case_and_runs_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -56,6 +56,7 @@ def test_samples_of_no_pass_are_no_profile() -> None:
         by_stage(read_stacks(f"{_THREAD};someone_elses (other/package.py:3) 4\n"))
 
 
+@pytest.mark.slow
 def test_the_chart_has_a_bar_for_each_checkout(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     side = {"samples_per_s": 1000.0, "cpu_us_per_sample": 7.0, "stages_us": dict.fromkeys(STAGES, 1.0)}

@@ -125,6 +125,7 @@ def test_an_object_that_changes_while_it_is_read_is_named(tmp_path, memory_store
             list(loader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_field_that_a_sample_lacks_is_none_or_named_where_a_tensor_needs_it(tmp_path, processes):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:

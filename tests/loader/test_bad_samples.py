@@ -60,6 +60,7 @@ def global_batches(source: Any, world_size: int, *, epochs: int = 1, **options: 
     return [sorted(itertools.chain(*parts)) for parts in zip(*steps, strict=True)]
 
 
+@pytest.mark.slow
 def test_damaged_images_are_replaced_by_whole_ones_alike_on_any_number_of_ranks(images: str) -> None:
     alone = global_batches(images, 1, epochs=2)
     assert alone == global_batches(images, 2, epochs=2)
@@ -139,6 +140,7 @@ def damage(folder: Path) -> set[int]:
     return set(range(40, 80))  # a file this small is one chunk
 
 
+@pytest.mark.slow
 def test_a_chunk_that_cannot_be_read_is_counted_written_down_and_replaced(rows: Path, tmp_path: Path) -> None:
     bad = damage(rows)
     manifest = open_manifest(str(rows))

@@ -42,6 +42,7 @@ def joined(ranks: list[list[list[int]]]) -> list[list[int]]:
     return [[sample for part in parts for sample in part] for parts in zip(*ranks, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_by_cost_share_the_same_global_batches_to_within_one_sample(docs, world_size):
     size = 12 * world_size
@@ -103,6 +104,7 @@ def test_a_state_with_buckets_belongs_to_a_loader_with_the_same_ones(docs):
             other.load_state_dict(unbucketed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", [Bucket(run=4, pool=1000), Bucket(pool=300), Bucket(run=50)])
 def test_buckets_told_in_samples_resume_where_the_lanes_that_are_chosen_differ(docs, bucket):
     options = {"bucket": bucket, "lanes": "auto"}

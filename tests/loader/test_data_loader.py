@@ -59,6 +59,7 @@ def test_padding_marks_what_it_repeats(tars):
     assert sorted(delivered) == list(range(sum(SIZES)))
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_sample_of_the_last_batch_still_gets_a_padded_one(tmp_path):
     write_tars(tmp_path, [9])
     batches = [list(loader) for loader in ranks(str(tmp_path), 4, batch_size=2, last_batch="pad", with_ids=True)]
@@ -187,6 +188,7 @@ def test_a_world_larger_than_the_data_set_works_when_batches_may_be_padded(tmp_p
     assert valid == [True] * 3 + [False] * 5
 
 
+@pytest.mark.slow
 def test_metrics_count_what_was_done_and_where_the_time_went(tars):
     with DistributedDataLoader(tars, batch_size=16, last_batch="partial") as loader:
         for _ in loader:
@@ -200,6 +202,7 @@ def test_metrics_count_what_was_done_and_where_the_time_went(tars):
         json.dumps(metrics.to_dict())
 
 
+@pytest.mark.slow
 def test_set_shares_changes_who_gets_a_sample_and_no_global_batch(tars):
     equal = [[ids_of(batch) for batch in loader] for loader in ranks(tars, 2, batch_size=16, with_ids=True)]
     uneven = []

@@ -39,6 +39,7 @@ def test_a_decoder_for_a_field_that_is_not_there_is_refused_with_those_that_are(
         DistributedDataLoader(tars, batch_size=16, decode={"tyt": int})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [None, dict])
 @pytest.mark.parametrize("batch_size", [1, 2])  # with 1 the rank has samples of steps that are gathered with the last
 def test_a_rank_without_samples_of_the_last_batch_gets_empty_tensors_of_the_right_type(tmp_path, batch_size, transform):

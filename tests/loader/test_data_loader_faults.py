@@ -201,6 +201,7 @@ def test_bytes_that_change_without_a_change_of_size_or_time_are_found_by_the_for
     loader.close()
 
 
+@pytest.mark.slow
 def test_bad_chunks_are_replaced_alike_on_any_number_of_ranks_up_to_the_limit(tmp_path):
     write_tars(tmp_path, [30] * 6)
     with DistributedDataLoader(str(tmp_path), batch_size=4) as loader:

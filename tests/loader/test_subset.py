@@ -49,6 +49,7 @@ def test_ids_of_a_data_set_are_an_array_of_the_users_own(tars):
         assert loader.dataset.ids[-1] == len(loader.dataset) - 1
 
 
+@pytest.mark.slow
 def test_lengths_batches_and_samples_by_id_are_those_of_the_subset(tars):
     val = sorted(ids_of(tars, subset=SPLIT["val"]))
     for last_batch, steps in (("drop", len(val) // 7), ("pad", -(-len(val) // 7)), ("partial", -(-len(val) // 7))):
@@ -77,6 +78,7 @@ def test_a_torch_loader_of_a_subset_has_its_samples(tars):
         assert len(TorchLoader(loader).dataset) == len(ids_of(tars, subset=SPLIT["val"]))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_subset_resumes_on_other_ranks_and_its_audit_is_exact(tars, tmp_path):
     def run(world_size: int, state: dict[str, Any] | None, stop: int | None) -> dict[str, Any]:
         saved: dict[str, Any] = {}

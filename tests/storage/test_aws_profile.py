@@ -250,6 +250,7 @@ def test_a_profile_that_signed_in_to_the_identity_center_gives_credentials(
     assert (amazon.asked, amazon.keys) == (["sso"], ["OFSSO", "OFSSO"])
 
 
+@pytest.mark.slow
 def test_a_sign_in_that_has_ended_says_how_to_sign_in(
     home: Path, amazon: Amazon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

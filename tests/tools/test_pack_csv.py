@@ -72,6 +72,7 @@ def test_what_is_not_utf8_stays_bytes_and_the_summary_says_so(tmp_path: Path) ->
     assert summary.notes == ("column 'a' is not UTF-8, so its values are bytes",)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("data", "words"),

@@ -59,6 +59,7 @@ def test_tables_keep_their_types_and_values(parquet: Path, tmp_path: Path, targe
     assert pa.concat_tables(read(part) for part in parts).equals(table(500))
 
 
+@pytest.mark.slow
 def test_dates_decimals_and_lists_become_tar_members_that_are_read_back(parquet: Path, tmp_path: Path) -> None:
     summary = pack(parquet, tmp_path / "out")
     sample = read_samples(str(tmp_path / "out"))[3]
@@ -157,6 +158,7 @@ def test_a_folder_of_csv_files_is_rows_not_files(tmp_path: Path) -> None:
     assert read_samples(str(tmp_path.parent / "tar"))[1]["day"] == b"2024-01-02"
 
 
+@pytest.mark.slow
 def test_shards_among_other_files_are_asked_about(parquet: Path, tmp_path: Path) -> None:
     (parquet / "notes.pdf").write_bytes(b"x")
     with pytest.raises(DatasetError, match=r"parquet files .0\.parquet. and others .notes\.pdf.*source_format='files'"):

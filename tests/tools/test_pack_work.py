@@ -156,12 +156,14 @@ def _plain(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: np.asarray(value).tolist() for name, value in sample.items()} for sample in samples]
 
 
+@pytest.mark.slow
 def test_another_job_starts_anew(rows: Path, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_at(5, monkeypatch, lambda: pack(rows, memory_store.url, map=thin, shard_bytes=8_000))
     assert pack(rows, memory_store.url, shard_bytes=8_000).kept_shards == 0
     assert [sample["n"] for sample in read_samples(memory_store.url)] == [str(n).encode() for n in range(500)]
 
 
+@pytest.mark.slow
 def test_a_function_of_other_constants_is_another_job(
     rows: Path, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_nan_in_the_data_stops_with_the_step_and_the_ids_of_the_samples(
     assert all(bool(parameter.isfinite().all()) for parameter in trainer.parallel.inner.parameters())
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_data_is_skipped_once_an_epoch_until_there_were_too_many(
     world: World, tmp_path: Path, rows: str
 ) -> None:

@@ -87,7 +87,16 @@ class ParquetHeader:
 
 @dataclass(frozen=True, slots=True)
 class ParquetFormat(BaseFormat):
-    """Reads Parquet files of any row-group layout; consecutive row groups are one chunk up to ``chunk_bytes``."""
+    """Reads Parquet files of any row-group layout; consecutive row groups are one chunk up to ``chunk_bytes``.
+
+    Shards may differ in encodings (dictionary, large_string), and ``null`` takes the type of the others. Times inside
+    lists, structs and maps are Python's, to the microsecond, or if finer ``numpy.datetime64`` and
+    ``numpy.timedelta64``. A struct of ``bytes`` and ``path`` (Hugging Face's images) is its bytes; a path without bytes
+    is refused.
+
+    Refused, with a ``FormatError`` or ``DatasetError``: a column that some shards lack, unless ``columns=`` leaves it
+    out; run ends, permuted tensors and damaged footers.
+    """
 
     name: ClassVar[str] = "parquet"
     suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["parquet"]

@@ -64,7 +64,23 @@ class JsonColumn(ObjectColumn):
 
 @dataclass(frozen=True, slots=True)
 class JsonlFormat(BaseFormat):
-    """Reads .jsonl, .ndjson and .json-lines shards, plain or compressed with gzip, bzip2 or zstd."""
+    """Reads .jsonl, .ndjson and .json-lines shards, plain or compressed with gzip, bzip2 or zstd.
+
+    The index reads every line, so that a column has one type over the whole data set:
+
+    - integers: int64, or uint64 where some are beyond int64 and none is negative; null, or no such key, is 0, and
+      marked in ``NAME__null``; booleans likewise
+    - numbers, some with a fraction or beyond int64, all exact in float64: float64; null is NaN
+    - strings, lists, objects: Python values; objects have all keys that any of the column has, None where they lack
+      one, and one type per key for numbers
+    - several kinds; empty objects, or objects of more than 256 keys; integers that neither uint64 nor float64 holds,
+      also deep inside: Python values as they are; a tensor where a batch has only numbers that one type holds
+
+    No integer loses a bit: float64 holds those up to 2^53, and those that it gives back digit by digit. ``NaN`` and
+    ``Infinity`` by name are accepted. Refused, with a ``FormatError``: lines that are not one UTF-8 JSON object or
+    exceed 256 MiB, objects with a key twice or nested more than 100 deep, numbers beyond float64, unpaired surrogates,
+    and more than 4096 different keys.
+    """
 
     name: ClassVar[str] = "jsonl"
     suffixes: ClassVar[tuple[str, ...]] = SUFFIXES["jsonl"]

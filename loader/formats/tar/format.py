@@ -157,7 +157,16 @@ class TarFormat(BaseFormat):
     """Reads .tar shards, plain or compressed with gzip, bzip2 or zstd; a compressed one is one chunk.
 
     Columns are the fields as bytes, and always ``__key__`` as text (bytes that are not UTF-8 as ``\\xNN``). A field
-    that a sample lacks is missing there (a start of -1).
+    that a sample lacks is missing there (a start of -1). USTAR, GNU long names and PAX headers are supported. Folders,
+    members without a dot, and those below a top folder ``__...__`` belong to no sample.
+
+    A link has the content of the member that it names, up to 64 MiB away in a plain archive; a symbolic link out of the
+    archive is left out with a ``DoubtfulDatasetWarning``. A repeated key with a repeated field, as after ``tar -r``, is
+    another sample, with such a warning.
+
+    Refused, with a ``FormatError``: truncated or joined archives, bad header checksums, sparse members, names over 4096
+    bytes, links to something absent, and samples with a field twice, a field ``__key__`` or ``__url__``, or members
+    that other samples separate.
     """
 
     name: ClassVar[str] = "tar"

@@ -142,6 +142,7 @@ def test_what_was_written_anew_with_the_same_sizes_is_indexed_and_told_at_each_s
     assert values[0] == np.random.default_rng(seed).bytes(1000)
 
 
+@pytest.mark.slow
 def test_a_shard_that_only_looks_like_the_copy_is_an_error_until_it_is_indexed(
     tmp_path: Path, elsewhere: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

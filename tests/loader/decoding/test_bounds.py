@@ -196,6 +196,7 @@ def npz_of(count: int, member: bytes) -> bytes:
     return packed.getvalue()
 
 
+@pytest.mark.slow
 def test_an_npz_that_opens_to_too_much_is_refused_unopened() -> None:
     bomb = bytearray(npz_of(1, npy(stated("'|u1'", "(3300000000,)"))))
     at = bomb.rindex(b"PK\1\2")

@@ -229,6 +229,7 @@ def test_a_key_that_fits_no_field_is_refused_with_the_fields_there_are():
         check_choice({"jpgg": len}, ["jpg", "cls"])
 
 
+@pytest.mark.slow
 def test_without_the_extra_only_images_are_refused_and_the_error_names_it():
     program = """
 import sys

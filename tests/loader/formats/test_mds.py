@@ -263,6 +263,7 @@ def test_shards_with_other_columns_are_refused(mds_store: FolderStore) -> None:
         index_all(mds_store, MdsFormat())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [500, 1 << 22])
 def test_damaged_shards_never_escape_as_a_foreign_error(mds_store: FolderStore, chunk_bytes: int) -> None:
     write(mds_store.root, range(30), {name: COLUMNS[name] for name in ("a_bytes", "b_str", "d_u16", "i_fixed")})

@@ -167,6 +167,7 @@ def test_metrics_tell_the_progress_of_each_source(tmp_path):
     assert json.loads(json.dumps(metrics.to_dict()))["sources"]["x"]["tokens"] == 240
 
 
+@pytest.mark.slow
 def test_an_audit_proves_each_sources_epochs_over_resumes_and_finds_what_is_wrong(a, b, tmp_path, capsys):
     logs = tmp_path / "audit"
     _, state = deliver(two(a, b), 2, global_batch_size=12, steps=9, audit_dir=logs)

@@ -102,6 +102,7 @@ def _stand_in(manifest: Manifest, seed: int, number: int, epoch: int, sample_id:
     return next(i for i in ids if not is_bad(number, i))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [1, 2])
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "never"])
 def test_each_bad_sample_is_replaced_from_its_own_source_on_any_ranks_and_after_resumes(
@@ -145,6 +146,7 @@ def test_worker_processes_give_the_same_batches(manifests: list[Manifest], tmp_p
     assert ids(processes=1, avoid=tmp_path, max_errors=0) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "never"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_bad_samples_are_skipped_as_in_the_reference_on_any_ranks_and_after_resumes(
@@ -178,6 +180,7 @@ def test_bad_samples_are_skipped_as_in_the_reference_on_any_ranks_and_after_resu
     assert all(account.bad for account in report.mixture.sources)
 
 
+@pytest.mark.slow
 def test_the_audit_tells_what_was_replaced_in_each_source(manifests: list[Manifest], tmp_path: Path) -> None:
     deliver(
         mix(manifests, stop="all_exhausted"), 2, global_batch_size=12, audit_dir=tmp_path, on_error="replace", **LIMIT
@@ -192,6 +195,7 @@ def test_the_audit_tells_what_was_replaced_in_each_source(manifests: list[Manife
         assert len(bad) * (account.epochs - 1) < account.replaced <= len(bad) * account.epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["replace", "skip"])
 def test_the_quarantine_names_sources_and_a_later_run_avoids_what_is_in_it(
     manifests: list[Manifest], tmp_path: Path, on_error: Any
@@ -219,6 +223,7 @@ def test_the_quarantine_names_sources_and_a_later_run_avoids_what_is_in_it(
         assert all(not is_bad(1, int(n)) for batch in one for n in batch["n"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["replace", "skip"])
 def test_each_source_has_a_limit_of_its_own_and_records_are_in_the_order_of_their_finding(
     manifests: list[Manifest], on_error: Any
@@ -240,6 +245,7 @@ def test_each_source_has_a_limit_of_its_own_and_records_are_in_the_order_of_thei
         list(loader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["replace", "skip"])
 def test_chunks_that_cannot_be_read_are_counted_in_their_source(
     manifests: list[Manifest], tmp_path: Path, on_error: Any
@@ -261,6 +267,7 @@ def test_chunks_that_cannot_be_read_are_counted_in_their_source(
             run_leg(mixture, 1, 30, None, on_error=on_error, max_errors=3, global_batch_size=12)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_goes_on_with_either_from_its_state(manifests: list[Manifest]) -> None:
     good = Mixture({name: Source(of, weight=w) for name, of, w in zip("abc", manifests, WEIGHTS, strict=True)})
     begun, state = deliver(good, 1, global_batch_size=12, steps=7, **ORDER)
@@ -294,6 +301,7 @@ def test_a_mixture_of_one_is_its_data_set(manifests: list[Manifest], on_error: A
     assert found[: len(whole)] == whole
 
 
+@pytest.mark.slow
 def test_samples_that_are_looked_at_are_bad_as_a_pass_finds_them(manifests: list[Manifest], tmp_path: Path) -> None:
     mixture = mix(manifests, stop="all_exhausted")
     with DistributedDataLoader(mixture, on_error="replace", quarantine=tmp_path, batch_size=12, **LIMIT) as loader:

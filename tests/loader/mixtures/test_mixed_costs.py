@@ -65,6 +65,7 @@ def rows_of_ranks(mixture: Mixture, world_size: int, steps: int, **options: Any)
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["first_exhausted", "never"])
 @pytest.mark.parametrize("model", ["linear", "quadratic"])
 def test_global_batches_stay_and_are_cut_by_the_costs_of_all_sources(
@@ -82,6 +83,7 @@ def test_global_batches_stay_and_are_cut_by_the_costs_of_all_sources(
             assert np.diff(cut_by_cost(own, world_size)).tolist() == [len(rank[step]) for rank in ranks]
 
 
+@pytest.mark.slow
 def test_costs_are_no_part_of_a_state(manifests: list[Manifest]) -> None:
     mixture = mix(manifests)
     _, state = deliver(mixture, 1, global_batch_size=12, steps=7, **ORDER)
@@ -124,6 +126,7 @@ def _bucketed(manifest: Manifest, state: dict[str, Any], number: int) -> Any:
             yield int(batch_ids(plan, manifest.first_ids, position, 1)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "never"])
 @pytest.mark.parametrize("bucket", ["tokens", Bucket(run=8, pool=64)])
 def test_each_source_is_bucketed_by_itself_on_any_ranks_and_after_resumes(
@@ -184,6 +187,7 @@ def test_buckets_save_padding(manifests: list[Manifest]) -> None:
 DRAWS = {"000*": 3.0, "*": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "never"])
 def test_samples_of_a_source_are_drawn_by_its_own_weights(manifests: list[Manifest], stop: Any) -> None:
     each = np.linspace(1, 4, SIZES[2])

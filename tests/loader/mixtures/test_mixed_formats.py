@@ -174,6 +174,7 @@ def test_sources_of_two_formats_give_the_samples_that_each_gives_alone(
             next(iter(loader))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_nulls", KNOW_NULLS)
 @pytest.mark.parametrize("other", ["parquet", "file", "jsonl", "mds", "tar"])
 def test_a_source_without_nulls_marks_all_as_valid_beside_one_that_has_them(

@@ -105,6 +105,7 @@ def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been_cut(sources):
         assert end == last
 
 
+@pytest.mark.slow
 def test_a_pass_begun_anew_gives_the_same_batches_and_an_ended_one_the_next_epoch(sources):
     with DistributedDataLoader(mix(sources), batch_size=12, with_ids=True, **OPTIONS) as loader:
         once = list(take(loader, 5))
@@ -148,6 +149,7 @@ def test_the_batch_size_may_change_in_a_run_and_resumes_and_later_passes_go_on_w
         assert next(iter(loader))["n"].shape == (8,)
 
 
+@pytest.mark.slow
 def test_where_an_epoch_ends(sources):
     first, _ = deliver(mix(sources, stop="first_exhausted"), 1, global_batch_size=10)
     assert min(s - len(counts_of(first, k)) for k, s in enumerate(SIZES)) == 0
@@ -167,6 +169,7 @@ def test_where_an_epoch_ends(sources):
             endless.set_epoch(1)
 
 
+@pytest.mark.slow
 def test_weights_change_by_schedule_by_call_and_after_a_resume_and_each_source_goes_on(sources):
     scheduled = mix(sources, schedule={60: {"a": 0, "c": 1}})
     by_schedule, _ = deliver(scheduled, 2, global_batch_size=12, steps=30, **OPTIONS)
@@ -191,6 +194,7 @@ def test_weights_change_by_schedule_by_call_and_after_a_resume_and_each_source_g
     assert_each_once_an_epoch(as_samples[:15] + other)
 
 
+@pytest.mark.slow
 def test_sources_come_and_go_between_runs_and_one_that_is_back_goes_on(sources):
     first, state = deliver(mix(sources[:2], [1, 1]), 1, global_batch_size=12, steps=10, **OPTIONS)
     with pytest.warns(MixtureChangedWarning, match="'c' is new"):

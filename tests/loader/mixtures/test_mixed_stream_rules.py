@@ -289,6 +289,7 @@ def test_processes_of_one_rank_get_the_same(rows: dict[str, Manifest]) -> None:
     assert joined == [sorted(output for _, output in batch) for _, batch in whole]
 
 
+@pytest.mark.slow
 def test_shares_change_in_mid_run_and_global_batches_do_not(rows: dict[str, Manifest]) -> None:
     def read(loader: DistributedDataLoader) -> Any:
         batches = iter(loader)

@@ -179,6 +179,7 @@ def test_global_batches_are_the_same_sets_on_every_world_size(sizes, order, fact
         assert (np.concatenate(parts) == step).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(chunk_sizes, orders, st.data())
 def test_stopping_anywhere_and_going_on_with_other_ranks_repeats_and_skips_nothing(sizes, order, data):

@@ -118,6 +118,7 @@ def test_what_is_decided_in_blocks_is_decided_alike(monkeypatch):
     assert again.parts(0, 0).samples.tolist() == weighted.parts(0, 0).samples.tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(chunk_sizes, orders, st.data())
 def test_every_sample_of_a_subset_comes_once_on_any_ranks_through_any_stop(sizes, order, data):

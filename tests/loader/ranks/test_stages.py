@@ -50,6 +50,7 @@ def test_stages_get_the_same_samples_and_each_its_own_fields(rows):
                 assert all(torch.equal(batch[name], all_fields[name]) for name in batch)
 
 
+@pytest.mark.slow
 def test_stages_get_the_same_samples_of_a_mixture_and_each_its_own_fields(rows):
     mixture = Mixture({"all": Source(rows, weight=2), "some": Source(rows, subset=Subset.share(0, 0.5))})
     for dp in (0, 1):
@@ -75,6 +76,7 @@ def bytes_per_chunk(loader: DistributedDataLoader) -> float:
     return metrics.fetched_bytes / max(1, metrics.fetched_chunks)
 
 
+@pytest.mark.slow
 def test_a_stage_fetches_only_its_own_fields_and_nothing_where_it_has_none(rows):
     by_stage = BY_STAGE | {"n": [0, -1]}
     for stage, columns in enumerate((["tokens", "n"], None, ["n", "labels"])):

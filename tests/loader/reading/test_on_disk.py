@@ -79,6 +79,7 @@ def read(source: str | Manifest, memory_limit: str, **options: Any) -> tuple[lis
         return list(loader), loader.metrics().fetched_chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

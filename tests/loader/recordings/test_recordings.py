@@ -35,6 +35,7 @@ def compare(data: Path, scratch: Path, name: str, chosen: list[tuple[pairs.Key, 
     assert not found, "\n".join(f"{pair}\n  was {was}\n  is  {now}" for pair, was, now in found[:20])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", pairs.FAMILIES)
 def test_a_fortieth_of_the_pairs_of_arguments_is_refused_in_the_recorded_words(
     data: Path, tmp_path: Path, family: str

@@ -25,6 +25,7 @@ def batches(loader: DistributedDataLoader, epoch: int) -> list[list[int]]:
     return [batch["x"].tolist() for batch in loader]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_sought_batches_are_those_of_a_pass(data: str, is_mixed: bool) -> None:
     mixed = Mixture({"a": Source(f"{data}/a", weight=2), "b": Source(f"{data}/b", weight=1)})
@@ -58,6 +59,7 @@ def take(loader: DistributedDataLoader, epoch: int, places: list[int]) -> None:
         next(iter(loader))
 
 
+@pytest.mark.slow
 def test_an_audit_counts_dealt_batches_once_whoever_got_them(data: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "audit")
     loaders = [DistributedDataLoader(f"{data}/a", batch_size=8, audit_dir=folder) for _ in range(3)]

@@ -83,6 +83,7 @@ def test_what_a_random_transform_drops_depends_on_seed_epoch_and_sample_alone(ta
         assert ids_of(two) == second
 
 
+@pytest.mark.slow
 def test_of_a_subset_and_of_draws_by_weight_the_survivors_are_delivered(tars: str) -> None:
     with (
         make(tars, subset=Subset.share(0, 0.5)) as part,
@@ -133,6 +134,7 @@ def test_a_loader_that_drops_has_no_length_and_skips_no_batches(tars: str) -> No
             loader.skip_batches(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [{}, {"transform": drop_odd, "may_drop": True}])
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_after_a_skip_of_no_batches_the_next_pass_goes_on_too(tars: str, kept: dict[str, Any], epochs: int) -> None:
@@ -149,6 +151,7 @@ def test_after_a_skip_of_no_batches_the_next_pass_goes_on_too(tars: str, kept: d
         assert [batch["__id__"].tolist() for batch in loader] == [batch["__id__"].tolist() for batch in rest]
 
 
+@pytest.mark.slow
 def test_shares_by_weight_leave_global_batches_as_they_are(tars: str) -> None:
     def run(loader: DistributedDataLoader[Any], weights: Any = None) -> list[list[int]]:
         batches = iter(loader)
@@ -163,6 +166,7 @@ def test_shares_by_weight_leave_global_batches_as_they_are(tars: str) -> None:
     assert [a + b for a, b in zip(*even, strict=True)] == [a + b for a, b in zip(*cut, strict=True)]
 
 
+@pytest.mark.slow
 def test_padded_batches_have_one_shape_with_uneven_shares_too(tars: str) -> None:
     def run(loader: DistributedDataLoader[Any]) -> list[list[int]]:
         loader.set_shares([1, 1.5, 1, 1.5, 1])

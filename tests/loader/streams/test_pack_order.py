@@ -166,6 +166,7 @@ def test_global_batches_are_those_of_the_reference_on_any_ranks_and_across_resum
         assert (account.missing, account.duplicated) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_resume_on_other_ranks_gives_the_rest_of_the_same_batches(documents: Manifest, tmp_path: Path) -> None:
     options: dict[str, Any] = {"packing": Packing(seq_len=32, buffer_size=8), "lanes": 4, "last_batch": "partial"}
 

@@ -43,6 +43,7 @@ def global_batches(source: Any, world_size: int, *, epochs: int = 1, **options: 
     return [sorted(itertools.chain(*parts)) for parts in zip(*of_ranks, strict=True)]
 
 
+@pytest.mark.slow
 def test_an_epoch_is_every_whole_sample_once_alike_on_any_number_of_ranks(images: str) -> None:
     alone = global_batches(images, 1, epochs=2)
     assert alone == global_batches(images, 2, epochs=2)
@@ -163,6 +164,7 @@ def resume(source: str, state: dict[str, Any], world_size: int, **options: Any) 
 ORDERS: list[dict[str, Any]] = [{"shuffle": False, "lanes": 1}, {}, {"lanes": 8, "window": 2}, {"piece": 4, "seed": 3}]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("steps", [1, 7])
@@ -190,6 +192,7 @@ def test_where_no_sample_is_bad_a_loader_that_begins_to_skip_goes_on_as_it_was(
     assert begun + resume(images, state, 2, decode=None, last_batch=last_batch, **order) == whole
 
 
+@pytest.mark.slow
 def test_a_loader_that_began_to_skip_is_resumed_and_audited_as_any(images: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"audit_dir": tmp_path / "audit", "last_batch": "partial"}
     begun, state = stop_after(images, 3, **options)

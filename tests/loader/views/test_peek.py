@@ -67,6 +67,7 @@ def test_a_peek_before_the_first_pass_is_its_first_batch_and_starts_no_pipeline(
         assert_same(looked, next(iter(loader)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_step", [1, 5, 10])
 def test_a_peek_in_mid_pass_consumes_nothing_and_shows_where_a_pass_would_begin(tars: str, at_step: int) -> None:
     with load(tars) as loader:

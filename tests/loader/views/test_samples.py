@@ -185,6 +185,7 @@ def test_a_sample_costs_one_chunk_and_its_neighbours_none(table: MemoryStore) ->
         assert len(read) == 2  # the shard's footer and its chunk
 
 
+@pytest.mark.slow
 def test_looking_changes_neither_position_nor_metrics_nor_the_order(tars: str) -> None:
     with load(tars, with_ids=True) as loader:
         expected = [batch["__id__"].tolist() for batch in loader]

@@ -89,6 +89,7 @@ def signed(bucket: Bucket) -> dict[str, Any]:
     return bucket.options | {"access_key": "key", "secret_key": "secret"}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("odd", ODD)
 def test_a_bucket_is_listed_whole_beside_a_key_that_no_store_reads(

@@ -163,6 +163,7 @@ def test_a_copy_of_the_folder_elsewhere_and_its_parent_read_the_same(memory_url:
         EncryptedStore(MemoryStore(memory_url + "/copy"), KEY).get("valid/a.tar")
 
 
+@pytest.mark.slow
 def test_another_key_is_an_error_that_says_so_and_shows_none(stored: tuple[EncryptedStore, MemoryStore]) -> None:
     store = EncryptedStore(stored[1], OTHER)
     with pytest.raises(DecryptionError, match=r"a\.tar: is encrypted with another key .* give the key") as error:

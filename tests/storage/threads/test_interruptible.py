@@ -96,6 +96,7 @@ def uses_of_event(event: Event) -> dict[str, Callable[[], object]]:
     return {"set": event.set, "clear": event.clear, "wait": lambda: event.wait(0.00005)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["set", "clear", "wait"])
 def test_an_event_is_free_after_its_user_was_struck(strikes: Strikes, use: str) -> None:
     event = Event()
@@ -109,6 +110,7 @@ def wait_for(future: Future[int]) -> None:
         future.result(0.00005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [Future.done, Future.running, Future.cancelled, wait_for])
 def test_a_future_is_free_after_its_user_was_struck(strikes: Strikes, use: Callable[[Future[int]], object]) -> None:
     while not strikes.are_enough():

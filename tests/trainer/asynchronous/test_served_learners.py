@@ -21,6 +21,7 @@ from server_cluster import few_buckets
 
 from penstock.storage.resolve import open_store
 from penstock.trainer import DistributedTrainer, TrainerConfig, World, open_world, seed_all
+from penstock.trainer.asynchronous import member
 from penstock.trainer.asynchronous.evaluating import Reader
 from penstock.trainer.asynchronous.leading import run_learner
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
@@ -273,6 +274,7 @@ class Mortal:
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_batch_counts_once_though_learners_die_at_any_call(tmp_path: Path, world: World, seed: int) -> None:
@@ -323,6 +325,7 @@ def continued(folder: Path, world: World, *, keeps_state: bool) -> tuple[Recipe,
     return recipe, cluster, notes
 
 
+@pytest.mark.slow
 def test_learners_go_on_with_their_inner_optimizers_where_they_ended(tmp_path: Path, world: World) -> None:
     straight = learned(tmp_path / "straight", {"every": 3}, trainer={"epochs": 2})
     expected = read_model(straight, train(straight, world, 2))
@@ -356,15 +359,26 @@ def test_a_state_that_cannot_be_used_is_noted_and_the_inner_optimizer_begins_ane
     assert cluster.coordinator.is_done
 
 
-def test_a_run_that_is_asked_to_stop_pushes_what_it_has_and_goes_on_from_there(tmp_path: Path, world: World) -> None:
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_pushes_what_it_has_and_goes_on_from_there(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "_BEATS", 3000)  # a learner asks each 10 ms whether it is to stop
     recipe = tally(tmp_path, {"every": 10}, loss="slow_counting:count_apart_slowly", policy="asp")
     (tmp_path / "store").mkdir()
     with closing(open_store(str(tmp_path / "store"))) as store:
         setup = prepare_run(recipe, 2)
         cluster = LocalCluster(setup, shards=2, silence_s=30.0)
-        stop = threading.Timer(0.9, lambda: cluster.ask(lambda one, now: one.stop()))
+
+        def stop_after_a_push() -> None:
+            while not cluster.coordinator.consumed:
+                time.sleep(0.01)
+            cluster.ask(lambda one, now: one.stop())
+
+        stop = threading.Thread(target=stop_after_a_push)
         stop.start()
         run_on(cluster, recipe, world, 2)
+        stop.join()
         assert 0 < cluster.coordinator.consumed < 40
         assert sum(counts_of(recipe, cluster)) == -cluster.coordinator.consumed / 2
         save(cluster, setup, store, keep=1)

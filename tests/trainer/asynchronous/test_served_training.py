@@ -216,6 +216,7 @@ def test_a_table_on_servers_is_an_embedding_of_one_process(
     assert not torch.equal(found, build_model(plain).table.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_no_worker_computes_further_ahead_than_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
@@ -406,6 +407,7 @@ def test_batches_in_memory_are_sought_by_number() -> None:
         loader.seek(0, 4)
 
 
+@pytest.mark.slow
 def test_a_command_refuses_workers_without_servers_and_beside_the_ranks_of_a_launcher(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,6 +96,7 @@ def test_training_goes_back_after_a_loss_spike_as_in_a_folder(
     assert keys_in(bucket) == named_keys(bucket)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_url(bucket: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["digits", "--dry-run", "--trainer.checkpoint.every_steps=2", f"--trainer.output_dir={tmp_path}"]
     assert main([*flags, f"--trainer.checkpoint.folder={bucket.url}"]) == 0

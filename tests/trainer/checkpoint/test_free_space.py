@@ -77,6 +77,7 @@ def notes_in(folder: Path) -> list[str]:
     return [record["note"] for record in records if record["kind"] == "note"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_costs_the_oldest_checkpoints_and_not_the_run(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
@@ -90,6 +91,7 @@ def test_a_full_disk_costs_the_oldest_checkpoints_and_not_the_run(
     assert any("the checkpoint of step 1 was deleted" in note and "room for step 4" in note for note in notes), notes
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_is_noted_and_the_next_save_succeeds(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_save_before_the_first_step_changes_no_training(tmp_path: Path, zero: 
         assert resumed == plain
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_ignores_its_rate_resumes_bit_equal(world: World, tmp_path: Path) -> None:
     with make(world, str(tmp_path / "whole"), Stubborn) as whole:
         whole.train()
@@ -347,6 +348,7 @@ def test_an_optimizer_that_keeps_another_state_is_refused_whatever_is_frozen(wor
         make(world, str(tmp_path), lambda parameters: torch.optim.SGD(parameters, lr=0.1), model=Parts("body"))
 
 
+@pytest.mark.slow
 def test_parameters_that_are_grouped_otherwise_keep_their_state_and_take_the_groups_that_are_given(
     world: World, tmp_path: Path
 ) -> None:

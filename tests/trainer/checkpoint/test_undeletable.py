@@ -76,6 +76,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_noted_and_tried_again(
     assert list_steps(checkpoints) == [6]
 
 
+@pytest.mark.slow
 def test_one_that_is_saved_again_is_replaced_and_never_comes_back(
     world: World, tmp_path: Path, hold: Callable[[Path], None]
 ) -> None:

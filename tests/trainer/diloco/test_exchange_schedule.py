@@ -123,6 +123,7 @@ def test_more_fragments_than_parameters_are_refused(world: World, tmp_path: Path
         open_trainer(world, str(tmp_path), {"fragments": 5})
 
 
+@pytest.mark.slow
 def test_one_learner_may_look_ahead_and_resumes_bit_equal(world: World, tmp_path: Path) -> None:
     diloco = {"every": 3, "fragments": 2, "rate": 0.5, "momentum": 0.5, "overlap": 0, "alpha": 0.5}
     saved = {"checkpoint": {"every_steps": 2, "folder": "saved"}}

@@ -201,6 +201,7 @@ class Run:
         assert torch.equal(self.client.pull_rows("t", IDS), self.pushes * ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_push_counts_once_while_shards_join_leave_and_die(

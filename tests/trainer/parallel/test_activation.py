@@ -200,6 +200,7 @@ def test_recomputed_blocks_draw_what_forward_drew_whatever_they_draw_from(
     assert found[1] == ends  # what is drawn after a backward is the same, too
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["of the file", "enclosed", "nested", "compiled", "nested, compiled"])
 def test_recomputed_blocks_draw_what_forward_drew_wherever_the_generator_is(

@@ -533,6 +533,7 @@ def flatten(layer: nn.RNNBase) -> None:
             one.set_(part.view(one.shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_recurrent_layers_compute_with_the_weights_that_are_gathered(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str

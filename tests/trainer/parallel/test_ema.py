@@ -110,6 +110,7 @@ def check_run(folder: str | Path, first: State, steps: int, config: EmaConfig) -
     assert torch.equal(average["head.weight"], average["tied.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [EmaConfig(decay=0.8), EmaConfig(decay=0.9, warmup=True, every=2)])
 def test_the_average_is_the_naive_one(world: World, tmp_path: Path, config: EmaConfig) -> None:
     net = make_net()
@@ -241,6 +242,7 @@ def notes(folder: Path) -> str:
     return "\n".join(line["note"] for line in lines if line["kind"] == "note")
 
 
+@pytest.mark.slow
 def test_an_average_switched_on_later_starts_from_the_weights_and_says_so(world: World, tmp_path: Path) -> None:
     for steps, ema in ((2, {}), (4, {"decay": 0.5})):
         with make_trainer(

@@ -75,6 +75,7 @@ def train(world: World, folder: str, dtype: torch.dtype, zero: int, *, precision
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -61,6 +61,7 @@ def work() -> Work:
     )
 
 
+@pytest.mark.slow
 def test_a_replica_holds_everything(work: Work) -> None:
     (rank,) = plan_layout(work, ParallelConfig(), 4).ranks
     assert rank.parameters == NUMBERS
@@ -122,6 +123,7 @@ def test_cut_stages_send_parts_of_sequences(work: Work) -> None:
     assert 2 * sum(one.parameters for one in cut.ranks) == NUMBERS + LAYERS * NORMS + WIDTH
 
 
+@pytest.mark.slow
 def test_rows_travel_to_experts_and_back() -> None:
     config = replace(CONFIG, experts=ExpertsConfig(num_experts=4, num_experts_per_tok=2))
     model = build_on_meta(Llama, config)
@@ -148,6 +150,7 @@ def test_recomputed_blocks_keep_their_inputs(work: Work) -> None:
     assert again < 0.7 * whole
 
 
+@pytest.mark.slow
 def test_layouts_that_fit_come_with_reasons(work: Work) -> None:
     needs = plan_layout(work, ParallelConfig(), 4).worst.total
     found = propose_layouts(work, ParallelConfig(), 4, needs)
@@ -184,6 +187,7 @@ def test_sizes_are_read() -> None:
             read_memory(text)
 
 
+@pytest.mark.slow
 def test_a_plan_starts_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +244,7 @@ def pretended_ranks(count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bytes_are_those_that_the_engines_send(work: Work, tp: int) -> None:
     config = ParallelConfig(zero=3, tp=tp)

@@ -25,6 +25,7 @@ def test_ranks_train_the_parameters_that_one_process_trains(ranks_folder: Path, 
     assert worst <= bound(case)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", all_cases(1), ids=lambda case: case.name)
 def test_the_trainer_alone_trains_the_parameters_that_the_naive_loop_trains(world: World, case: Case) -> None:

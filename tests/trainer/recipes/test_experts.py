@@ -85,6 +85,7 @@ def test_experts_that_no_token_chose_have_gradients_of_zero() -> None:
     assert gradient.abs().sum((1, 2)).nonzero().flatten().tolist() == [2]
 
 
+@pytest.mark.slow
 def test_biases_bring_all_experts_to_their_share() -> None:
     layer = make_layer(num_experts_per_tok=1, bias_rate=0.003)
     with torch.no_grad():
@@ -170,6 +171,7 @@ def test_experts_on_a_gpu_in_bf16_are_those_of_a_loop() -> None:
         assert float(difference / other.detach().norm().clamp(min=1e-6)) < 0.05
 
 
+@pytest.mark.slow
 def test_the_flops_of_experts_are_those_of_the_experts_that_a_token_has() -> None:
     def flops(**values: Any) -> float:
         shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}

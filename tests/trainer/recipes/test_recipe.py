@@ -153,6 +153,7 @@ def test_a_wrong_override_of_another_section_is_refused(word: str) -> None:
         read_command(["digits", word])
 
 
+@pytest.mark.slow
 def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     initialise = "--model.init.use=penstock.trainer.recipes.gpt:init_weights"
     words = ["gpt", "--trainer.step.accumulate=4", "--model.args.width=64", "--model.meta=true", initialise]
@@ -228,6 +229,7 @@ def options_of(config: Any, prefix: str) -> list[tuple[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_help_lists_every_option_with_the_recipes_value_and_its_meaning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int

@@ -254,6 +254,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(
     assert sorted(path.name for path in tmp_path.glob("run/checkpoints/step-*")) == ["step-2"]
 
 
+@pytest.mark.slow
 def test_a_disk_too_full_for_a_checkpoint_is_told_before_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +306,7 @@ def test_a_loss_that_is_not_finite_is_printed_once_and_is_in_torchruns_summary(
     assert left_to_torchrun(tmp_path).startswith("NonFiniteLossError: step 0: the loss is not finite")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_what_is_wrong_with_a_recipe_is_printed_by_the_first_rank_of_a_node_and_told_to_torchrun_by_each(
     tmp_path: Path,

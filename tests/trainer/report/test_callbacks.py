@@ -180,6 +180,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -30,6 +30,7 @@ def shown(folder: Path, name: str = "train/loss") -> list[int]:
     return [event.step for event in found.Scalars(name)]
 
 
+@pytest.mark.slow
 def test_steps_that_are_made_again_after_a_restart_are_shown_once(world: World, tmp_path: Path) -> None:
     def train(steps: int) -> None:
         options: dict[str, Any] = {"report": {"tensorboard": True, "quiet": True, "every": 1}}

@@ -87,6 +87,7 @@ def train_to_the_end_of_an_epoch(
         return trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken_at", [None, 2, 4, 6])
 def test_an_epoch_that_ends_with_the_last_step_is_counted_and_evaluated(
     world: World, tmp_path: Path, broken_at: int | None
@@ -139,6 +140,7 @@ def test_so_is_one_whose_evaluation_a_signal_broke_off(world: World, tmp_path: P
     assert (summary.steps, summary.epochs, summary.best_step) == (whole.steps, whole.epochs, whole.best_step)
 
 
+@pytest.mark.slow
 def test_an_epoch_of_another_length_since_the_checkpoint_loses_no_batch(world: World, tmp_path: Path) -> None:
     train_to_the_end_of_an_epoch(world, tmp_path, steps=2)
     summary = train_to_the_end_of_an_epoch(world, tmp_path, steps=3, size=8)

@@ -52,6 +52,7 @@ def check_sum(cluster: Cluster, count: int) -> None:
     assert torch.equal(cluster.rows("t", [4, 90, 17]), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from(FAULTS), max_size=120),

@@ -49,6 +49,7 @@ def listen(client: ServerClient) -> list[Request | Reply]:
     return heard
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.lists(IDS, min_size=2, max_size=2), IDS, IDS), min_size=1, max_size=6),

@@ -39,6 +39,7 @@ def test_a_shard_more_moves_few_buckets_and_all_of_them_to_it(names: list[str]) 
     }
 
 
+@pytest.mark.slow
 def test_shards_that_join_a_cluster_hold_what_they_are_to_and_little_moves(tmp_path: Path) -> None:
     setup = prepare_run(recipe_of(tmp_path, model="TableNet"), 1)  # rows of a table lie in all buckets
     cluster = LocalCluster(setup, shards=1, silence_s=30)

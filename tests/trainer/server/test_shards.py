@@ -238,6 +238,7 @@ def test_synchronous_training_is_that_of_ddp_to_the_bit(policy: Bsp | Ssp, worke
             assert torch.equal(client.pull()["w"], parameter)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_shard_behaves_as_its_naive_twin(data: st.DataObject) -> None:
@@ -359,6 +360,7 @@ def test_payloads_are_as_short_as_their_codec_says(codec: str, share: float) -> 
     assert float(error) <= {"fp32": 0, "bf16": 0.02, "int8": 0.02, "topk": 3.0}[codec]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "topk"])
 def test_what_a_codec_loses_is_sent_later(codec: str) -> None:
     cluster = Cluster(adding())

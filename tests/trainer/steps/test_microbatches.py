@@ -198,6 +198,7 @@ class GradientLoss(LimitedLoss):
         return super().__call__(model, batch)
 
 
+@pytest.mark.slow
 def test_what_fitted_alone_is_tried_again_where_gradients_of_others_are_kept(world: World, tmp_path: Path) -> None:
     class Growing:
         def __iter__(self) -> Any:

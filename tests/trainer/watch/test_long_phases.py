@@ -103,6 +103,7 @@ def test_an_export_longer_than_the_timeout_is_no_stall_while_it_writes(tmp_path:
     assert len(load_file(tmp_path / "weights.safetensors")) == 4
 
 
+@pytest.mark.slow
 def test_compilations_count_up_to_a_limit_each_and_nothing_else_counts() -> None:
     compiling = Compiling()
     compiling.listen()

@@ -80,6 +80,7 @@ def test_an_export_from_a_store_is_that_from_a_folder(
     assert (tmp_path / "two" / "config.json").read_bytes() == b'{"a": 1}'
 
 
+@pytest.mark.slow
 def test_the_command_exports_one_step_by_its_url(
     world: World, bucket: MemoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

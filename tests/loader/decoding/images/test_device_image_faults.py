@@ -25,6 +25,7 @@ def test_an_image_beyond_a_groups_bytes_is_left_to_the_cpu(pictures, codec, monk
             assert torch.equal(plain, decoded) or SIZES[number % 5] != (500, 375)
 
 
+@pytest.mark.slow
 def test_an_image_that_the_device_refuses_is_decoded_on_the_cpu_and_said_once(pictures, codec):
     codec.refused = {(201, 257)}
     on_cpu = batches(pictures, on_device=False, shuffle=False)
@@ -99,6 +100,7 @@ def test_bad_images_are_replaced_by_the_same_samples_as_on_the_cpu(damaged, code
         assert all(psnr(plain, decoded) > 28 for plain, decoded in zip(one["jpg"], other["jpg"], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.loader.reading.bad.samples.BadSampleWarning")
 def test_what_replaces_an_image_is_copied_on_a_lane_alone(damaged, codec, monkeypatch):
     """Anywhere else the copy would be queued on another stream, which the lane that reads it does not wait for."""

@@ -114,6 +114,7 @@ def test_a_group_is_resized_by_one_call(pictures, codec, monkeypatch):
     assert sorted(calls) == sorted(codec.calls)
 
 
+@pytest.mark.slow
 def test_two_fields_of_images_are_decoded_on_one_device(tmp_path, codec):
     rows = ({"__key__": f"{i:03d}", "jpg": picture(i), "other.jpg": picture(i + 1)} for i in range(16))
     pack(rows, str(tmp_path / "data"), format="tar")

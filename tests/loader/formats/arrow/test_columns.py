@@ -143,6 +143,7 @@ def same(got: object, missing: object, want: object) -> bool:
     return missing is False and got == want
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=600)
 @given(arrays())
 def test_columns_say_what_to_pylist_says(drawn: tuple[pa.ChunkedArray, bool]) -> None:

@@ -302,6 +302,7 @@ def nested_values(min_keys: int) -> st.SearchStrategy[Any]:
 values = nested_values(min_keys=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.dictionaries(st.sampled_from("xyz"), values, max_size=3), min_size=1, max_size=8),

@@ -77,6 +77,7 @@ def test_files_that_are_hard_links_of_each_other_are_samples_each(tmp_path: Path
     assert verify(shards).ok
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk_bytes", [512, 4096, 1 << 20])
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -56,6 +56,7 @@ def run(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["perceptron", "convolutions", "streams", "llama"])
 def test_stages_have_the_gradients_of_the_whole(name: str) -> None:
     case = CASES[name]
