@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from penstock.benchmarks.harness.subprocesses import MeasurementError
 from penstock.benchmarks.machine import describe_machine
+from penstock.benchmarks.stores.delay_line import delay_line
 from penstock.benchmarks.stores.server import serve_s3
 from penstock.loader import TokensFormat
 
@@ -73,6 +74,9 @@ class Config:
     store: Literal["local", "s3"] = "local"
     """Where the data lie: in a folder, or on the S3 server that the environment names or that is started."""
 
+    delay_ms: float = 0.0
+    """Delay of each request to S3, and of each new connection: a round trip to a store far away."""
+
     least_ms: float = 2.0
     """What takes less is not shown in the timeline of the process whose time was the median."""
 
@@ -101,11 +105,15 @@ def _serve_data(config: Config, folder: Path) -> Iterator[tuple[str, dict[str, A
     if config.store == "local":
         yield str(folder), {}
         return
-    with serve_s3(plain_http=True) as options:
+    with ExitStack() as servers:
+        options = servers.enter_context(serve_s3(plain_http=True))
         tokens = TokensFormat(seq_len=SEQ_LEN)
         formats: dict[str, ShardFormat | None] = {case: tokens if case == "tokens" else None for case in config.cases}
         bucket = f"{_BUCKET}-{os.getpid()}"
         fill_bucket(bucket, folder, formats, options)
+        if config.delay_ms:
+            late = servers.enter_context(delay_line(options["endpoint"], config.delay_ms / 1000))
+            options = {**options, "endpoint": late}
         yield f"s3://{bucket}", {"storage_options": options}
 
 
@@ -114,7 +122,8 @@ def _show(found: dict[tuple[str, str], list[dict[str, Any]]], config: Config) ->
         f"{case}, {side}": {unit: float(np.median([one[unit] for one in runs])) for unit in _UNITS}
         for (case, side), runs in found.items()
     }
-    table = Table(title=f"{config.rounds} processes in turn, medians, {config.store}", title_justify="left")
+    where = f"{config.store}, {config.delay_ms:g} ms away" if config.delay_ms else config.store
+    table = Table(title=f"{config.rounds} processes in turn, medians, {where}", title_justify="left")
     table.add_column("")
     for name in medians:
         table.add_column(name, justify="right")

@@ -59,8 +59,10 @@ def usable_memory(root: Path = Path("/")) -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for folder in _own_cgroups(root, "memory"):
         limits = [_read(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
-        # Version 1 counts in ancestors here that a container does not see.
-        limits += re.findall(r"^hierarchical_memory_limit (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+        if limits[-1]:
+            # Version 1 counts in ancestors here that a container does not see. Version 2, which has no such line, would
+            # first sum up its counters of all cores.
+            limits += re.findall(r"^hierarchical_memory_limit (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
         total = min([total, *(int(limit) for limit in limits if limit.isdecimal())])
     return total
 

@@ -143,6 +143,15 @@ def test_a_plain_loader_imports_what_it_uses(tmp_path: Path) -> None:
     assert not loaded & {"obstore", "fsspec", "urllib3"}
 
 
+def test_a_bucket_needs_no_library_of_web_servers() -> None:
+    loaded = modules_after(
+        "from penstock.storage import open_store; open_store('s3://bucket', storage_options={'access_key': 'a', "
+        "'secret_key': 'b', 'endpoint': 'http://127.0.0.1:9'}).close()"
+    )
+    assert "obstore" in loaded
+    assert not loaded & {"urllib3", "html.parser"}
+
+
 def test_the_order_needs_numpy_and_our_errors_alone() -> None:
     loaded = modules_after("import penstock.loader.order.plan, penstock.loader.order.state")
     assert foreign(loaded) == {"lazy_loader", "numpy"}

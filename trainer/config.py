@@ -71,7 +71,7 @@ class TrainerConfig:
     """auto: slower ranks get smaller shares of each global batch."""
 
     shares_every: int = 50
-    """With shares=auto, steps between measurements."""
+    """With shares=auto, steps between measurements of the time that each rank computes."""
 
     average_every: int | None = None
     """Local SGD: average the weights every so many steps instead of the gradients at each."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ...loader.errors import ConfigError
 
-_SCRIPT = Path(__file__).parents[1] / "tests" / "servers" / "s3_server.sh"
+_SCRIPT = Path(__file__).parents[2] / "tests" / "servers" / "s3_server.sh"
 _WHAT_TO_DO = (
     "set PENSTOCK_TEST_S3_ENDPOINT, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to a server of your own, or, on "
     "Debian and as root, run `tests/servers/s3_server.sh install` in a clone of the repository"

@@ -346,6 +346,11 @@ class UnfinishedBatch(ABC):
         """Return whether the batch is made only when asked for, or by ``begin``."""
         return False
 
+    @property
+    def is_copied(self) -> bool:
+        """Return whether nothing is left to do but to copy rows from chunks in memory, which takes little time."""
+        return False
+
     def begin(self) -> None:  # noqa: B027 - most have begun when they are made
         """Begin to make it, as it is wanted soon; called by one thread."""
 
@@ -370,10 +375,15 @@ class PendingBatch(UnfinishedBatch):
         self._num_valid = num_valid
         self._planned_ids = rows.planned_ids
         self._ids = rows.ids  # of what is delivered
+        self._is_copied = rows.keeps_chunks and not maker.works_on(rows)
 
     @property
     def is_on_call(self) -> bool:
         return isinstance(self._job, Call)
+
+    @property
+    def is_copied(self) -> bool:
+        return self._is_copied
 
     def begin(self) -> None:
         if isinstance(self._job, Call):

@@ -249,24 +249,24 @@ class EpochPlan:
         np.cumsum(lane_sizes(self.num_samples, self.order.lanes), out=starts[1:])
         return starts
 
-    def _lane_pieces(self, lane: int) -> tuple[int, int]:
-        """The pieces, as ordinals of the epoch's order, that a lane has samples of: first, and one past the last."""
-        start, stop = self.lane_starts[lane], self.lane_starts[lane + 1]
-        first = int(np.searchsorted(self.stream_starts, start, side="right")) - 1
-        return first, int(np.searchsorted(self.stream_starts, stop, side="left"))
+    @cached_property
+    def _lane_pieces(self) -> tuple[list[int], list[int]]:
+        """The pieces, as ordinals of the epoch's order, that each lane has samples of: firsts, and ends (exclusive)."""
+        firsts = self.stream_starts.searchsorted(self.lane_starts[:-1], side="right") - 1
+        return firsts.tolist(), self.stream_starts.searchsorted(self.lane_starts[1:], side="left").tolist()
 
     def window_at(self, lane: int, offset: int) -> int:
         """The index of the window that holds an offset of a lane."""
-        first, _ = self._lane_pieces(lane)
-        piece = int(np.searchsorted(self.stream_starts, self.lane_starts[lane] + offset, side="right")) - 1 - first
-        return piece // self.order.window
+        piece = int(self.stream_starts.searchsorted(self.lane_starts[lane] + offset, side="right")) - 1
+        return (piece - self._lane_pieces[0][lane]) // self.order.window
 
     def open_window(self, lane: int, index: int) -> LaneWindow:
         """Compute a window: its pieces; the order of its samples, which takes a sort, when it is first asked for."""
-        first, stop = self._lane_pieces(lane)
-        low = first + index * self.order.window
-        high = min(stop, low + self.order.window)
-        edges = np.clip(self.stream_starts[low : high + 1], self.lane_starts[lane], self.lane_starts[lane + 1])
+        firsts, stops = self._lane_pieces
+        low = firsts[lane] + index * self.order.window
+        high = min(stops[lane], low + self.order.window)
+        begin, end = self.lane_starts[lane : lane + 2]
+        edges = np.minimum(np.maximum(self.stream_starts[low : high + 1], begin), end)
         is_mixed = self.order.shuffle and self.order.piece != 1  # single rows are mixed already
         chunks = self.pieces.chunks[low:high]
         first_rows = self.pieces.first_rows[low:high] + edges[:-1] - self.stream_starts[low:high]
@@ -278,8 +278,8 @@ class EpochPlan:
         return LaneWindow(
             lane=lane,
             index=index,
-            start=int(edges[0] - self.lane_starts[lane]),
-            stop=int(edges[-1] - self.lane_starts[lane]),
+            start=int(edges[0] - begin),
+            stop=int(edges[-1] - begin),
             chunks=chunks,
             first_rows=first_rows,
             bounds=edges - edges[0],

@@ -22,6 +22,7 @@ from .cached import cached_property
 from .costs.buckets import plan_epoch
 from .costs.steps import plan_steps
 from .plan import EpochPlan, Order, Segments, Share, column_segments, lane_offsets
+from .window import Run, locate_runs
 
 if TYPE_CHECKING:
     from .costs.costs import SampleCosts
@@ -265,22 +266,28 @@ class EpochSpans:
         begins = np.append(True, (lanes[1:] != lanes[:-1]) | (starts[1:] != (starts + lengths)[:-1]))
         firsts = np.flatnonzero(begins)
         lows, highs = before[firsts], np.append(before[firsts[1:]], ends[-1])
-        found: list[tuple[int, IntArray | int, IntArray]] = []  # the place of the first, chunks, rows
+        found: list[Run] = []
+        starting: list[int] = []  # the place of the first of each
         for lane, offset, low, high in zip(
             lanes[firsts].tolist(), starts[firsts].tolist(), lows.tolist(), highs.tolist(), strict=True
         ):
-            found += self._locate(lane, offset, low, high)
-        return _group(found, targets, self._narrow)
+            for run in self._cut_run(lane, offset, offset + high - low):
+                found.append(run)
+                starting.append(low + run.start - offset)
+        names = [int(run.window.chunks[0]) for run in found if len(run.window.chunks) == 1]
+        if len(set(names)) == len(found):  # each run is a chunk: nothing to sort
+            rows = [run.window.locate_run(run.start, run.stop)[1] for run in found]
+            return _list_runs(names, rows, targets, starting)
+        return _group(*locate_runs(found), targets, self._narrow)
 
-    def _locate(self, lane: int, offset: int, low: int, high: int) -> Iterator[tuple[int, IntArray | int, IntArray]]:
-        """Chunks and rows of a lane's offsets from ``offset`` on, at the places ``low`` to ``high``, by window."""
+    def _cut_run(self, lane: int, start: int, stop: int) -> Iterator[Run]:
+        """Cut offsets of a lane by the open windows that they lie in."""
         for window in (opened.window for opened in self._windows[lane]):
-            stop = min(high, low + window.stop - offset)
-            if stop > low:
-                pieces, rows = window.locate_run(offset, offset + stop - low)
-                yield low, int(window.chunks[0]) if pieces is None else window.chunks[pieces], rows
-                offset, low = offset + stop - low, stop
-            if low == high:
+            end = min(stop, window.stop)
+            if end > start:
+                yield Run(window, start, end)
+                start = end
+            if start == stop:
                 break
 
     def _narrow(self, chunks: IntArray) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
@@ -456,20 +463,22 @@ def _join_rows(chunk: int, groups: Sequence[ChunkRows]) -> ChunkRows:
     return ChunkRows(chunk, rows, targets)
 
 
+def _list_runs(
+    names: Sequence[int], rows: Sequence[IntArray], targets: IntArray, lows: Sequence[int]
+) -> list[ChunkRows]:
+    """Rows by their chunks, ``names``, in order of first use; those of a chunk have the targets from ``lows`` on."""
+    by_use = np.argsort(np.minimum.reduceat(targets, lows), kind="stable").tolist()
+    highs = [*lows[1:], len(targets)]
+    return [ChunkRows(names[i], rows[i], targets[lows[i] : highs[i]]) for i in by_use]
+
+
 def _group(
-    found: Sequence[tuple[int, IntArray | int, IntArray]],
+    chunks: IntArray,
+    rows: IntArray,
     targets: IntArray,
     narrow: Callable[[IntArray], np.ndarray[tuple[int, ...], np.dtype[Any]]],
 ) -> list[ChunkRows]:
-    """Rows by their chunks, in order of first use: of runs of places the chunk, or each place's, and each row."""
-    names = [chunk for _, chunk, _ in found if isinstance(chunk, int)]
-    if len(set(names)) == len(found):  # each run is a chunk: nothing to sort
-        lows = [low for low, _, _ in found]
-        by_use = np.argsort(np.minimum.reduceat(targets, lows), kind="stable").tolist()
-        highs = [*lows[1:], len(targets)]
-        return [ChunkRows(names[i], found[i][2], targets[lows[i] : highs[i]]) for i in by_use]
-    rows = np.concatenate([of_run for _, _, of_run in found])
-    chunks = np.concatenate([np.full(len(run), of) if isinstance(of, int) else of for _, of, run in found])
+    """Rows by their chunks, in order of first use, of the chunk and row at each place."""
     by_chunk = np.argsort(narrow(chunks), kind="stable")
     chunks, rows, targets = chunks[by_chunk], rows[by_chunk], targets[by_chunk]
     starts = np.flatnonzero(np.diff(chunks, prepend=-1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +76,17 @@ class LaneWindow:
 
     def locate_run(self, start: int, stop: int) -> tuple[IntArray | None, IntArray]:
         """``locate`` of the offsets from ``start`` to ``stop``; no pieces where the window has only one."""
-        if self.permutation is None:
-            where: np.ndarray[Any, Any] = np.arange(start - self.start, stop - self.start, dtype=np.int64)
-        else:
-            where = self.permutation[start - self.start : stop - self.start]
+        where = self.places(start, stop)
         if len(self.chunks) > 1:
             return self._find(where)
         rows = np.add(where, self.first_rows[0], dtype=np.int64)
         return None, rows if self.selected is None else self.selected[rows]
+
+    def places(self, start: int, stop: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
+        """Places in the pieces laid end to end of the offsets from ``start`` to ``stop``: (stop - start,)."""
+        if self.permutation is None:
+            return np.arange(start - self.start, stop - self.start, dtype=np.int64)
+        return self.permutation[start - self.start : stop - self.start]
 
     def _find(self, places: np.ndarray[Any, Any]) -> tuple[IntArray, IntArray]:
         """Piece and row of places in the pieces laid end to end."""
@@ -120,3 +124,39 @@ class LaneWindow:
             first = np.where(first < 0, found, first)
             start, size = start + size, 4 * size
         return first
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Offsets of a lane, ``start`` to ``stop``, that lie in one window."""
+
+    window: LaneWindow
+    start: int
+    stop: int
+
+
+# Runs shorter than this on average, in windows of no more pieces than this, are located together: each call of numpy
+# takes longer than some hundred numbers.
+_SHORT, _JOINT_PIECES = 256, 32
+
+
+def locate_runs(runs: Sequence[Run]) -> tuple[IntArray, IntArray]:
+    """Chunk and row of runs laid end to end: (n,) int64 each."""
+    lengths = [run.stop - run.start for run in runs]
+    windows = [run.window for run in runs]
+    counts = [len(window.chunks) for window in windows]
+    if sum(lengths) > _SHORT * len(runs) or max(counts) > _JOINT_PIECES or windows[0].selected is not None:
+        found = [run.window.locate_run(run.start, run.stop) for run in runs]
+        chunks = [
+            np.full(length, window.chunks[0]) if pieces is None else window.chunks[pieces]
+            for (pieces, _), window, length in zip(found, windows, lengths, strict=True)
+        ]
+        return np.concatenate(chunks), np.concatenate([rows for _, rows in found])
+    # As if the windows lay end to end, one for each run.
+    sizes = np.array([window.stop - window.start for window in windows], np.int64)
+    bases = np.cumsum(sizes) - sizes
+    begins = np.concatenate([window.bounds[:-1] for window in windows]) + np.repeat(bases, counts)
+    places = np.concatenate([run.window.places(run.start, run.stop) for run in runs]) + np.repeat(bases, lengths)
+    pieces = begins.searchsorted(places, side="right") - 1
+    shifts = np.concatenate([window.first_rows for window in windows]) - begins
+    return np.concatenate([window.chunks for window in windows])[pieces], places + shifts[pieces]

@@ -171,7 +171,7 @@ class Pipeline:
             return item
         if isinstance(item.batch, UnfinishedBatch):
             return self._finish(item, item.batch)
-        return replace(item, batch=item.batch.take())
+        return item.with_batch(item.batch.take(), item.replaced)
 
     def activity(self) -> dict[str, Any]:
         """Describe what the next batch waits for, and for how long; empty if one is ready. Called by any thread."""
@@ -202,7 +202,7 @@ class Pipeline:
         self._finishing = item, time.perf_counter()
         try:
             batch = pending.result()
-            return replace(item, batch=batch, replaced=pair_replaced(item, pending.delivered))
+            return item.with_batch(batch, pair_replaced(item, pending.delivered))
         finally:
             self._finishing = None
 
@@ -309,7 +309,7 @@ class Pipeline:
                 if not item.is_end:
                     item = self._finish(item, item.batch)
                     started = time.perf_counter()
-                    item = replace(item, batch=self._feeder.stage(item.batch, self._is_pinned))
+                    item = item.with_batch(self._feeder.stage(item.batch, self._is_pinned), item.replaced)
                     copied = {"copied_batches": 1, "copied_bytes": item.nbytes}
                     self._counters.add(copy_s=time.perf_counter() - started, **copied)
                 if not self._out.put(item):

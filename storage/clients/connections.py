@@ -97,7 +97,9 @@ class Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         try:
-            made = socket.create_connection((self.host, self.port), min(self._times.connect_s, self._times.total_s))
+            # Of text Python would encode the name, by tables that it imports for that.
+            host: Any = self.host.encode() if self.host.isascii() else self.host
+            made = socket.create_connection((host, self.port), min(self._times.connect_s, self._times.total_s))
         except OSError as exc:
             raise URLError(exc) from None
         made.settimeout(None)

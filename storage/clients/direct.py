@@ -14,7 +14,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
+from email.message import Message
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -24,7 +26,6 @@ import obstore
 from ..memory.buffers import BUFFERS
 from ..options import seconds_of
 from .connections import Connection, Connections, Times
-from .web import describe_answer, parse_content_range
 
 # A presigned URL outlives its use by more than the 15 minutes that clocks may differ, and its use ends before that of
 # temporary credentials, which obstore renews 5 minutes before they expire.
@@ -269,3 +270,23 @@ def times_of(client: Mapping[str, Any]) -> Times:
 
 def _host_of(url: SplitResult) -> tuple[str, int]:
     return url.hostname or "", url.port or 80
+
+
+def parse_content_range(text: str) -> tuple[int, int, int]:
+    """Start, stop (exclusive) and the object's size of ``bytes 0-9/100``."""
+    unit, _, rest = text.partition(" ")
+    span, _, size = rest.partition("/")
+    first, _, last = span.partition("-")
+    if unit != "bytes" or not (first.isdecimal() and last.isdecimal() and size.isdecimal()):
+        raise OSError("the server does not support requests for ranges: its response has no valid Content-Range")
+    return int(first), int(last) + 1, int(size)
+
+
+def describe_answer(headers: Mapping[str, str] | Message, size: int) -> dict[str, Any]:
+    """Size, ETag and time of an object by the headers of an answer, as obstore names them."""
+    modified: datetime | None = None
+    try:
+        modified = parsedate_to_datetime(headers.get("Last-Modified", ""))
+    except ValueError:
+        modified = None
+    return {"size": size, "e_tag": headers.get("ETag"), "last_modified": modified}

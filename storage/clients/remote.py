@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import obstore
 import obstore.exceptions
@@ -31,13 +31,14 @@ from ..ranges import read_ranges
 from ..retrying.adaptive_timeout import TimeLimit
 from ..store import ByteRange, ObjectInfo, byte_view
 from ..urls import WEB_SCHEMES, decode_path, parse_remote
-from .autoindex import list_index
 from .direct import DirectReads, fallback_reason, plain_urls, sign_with, times_of
 from .odd_keys import has_name, leave_out_odd
 from .remote_errors import Translator
 from .shared import open_shared
 from .signed_listing import list_pages, sign_queries
-from .web import WebClient
+
+if TYPE_CHECKING:
+    from .web import WebClient
 
 # Larger objects are uploaded in parts. Smaller ones are not: an upload in parts whose process is killed leaves what no
 # listing shows, and costs money.
@@ -109,7 +110,7 @@ class RemoteStore:
             except _FOREIGN as exc:
                 raise self._errors.translate_opening(exc) from None
         # obstore takes custom headers along to whatever host a redirect names.
-        self._web = WebClient(origin, client) if self._is_http else None
+        self._web = _open_web(origin, client) if self._is_http else None
         self._carrier = self._web if client.get("default_headers") else None
         self.indirect: str | None = f"{DIRECT_OPTION}=False"
         if self._options.get(DIRECT_OPTION) is None or is_true(self._options[DIRECT_OPTION]):
@@ -335,12 +336,14 @@ class RemoteStore:
         config, client = self._settings
         folder = start[: start.rfind("/") + 1]
         sign = sign_queries(lambda settings: open_shared(self._origin, settings, client, is_http=False), config)
-        with closing(WebClient(sign({}).partition("?")[0], client)) as web:
+        with closing(_open_web(sign({}).partition("?")[0], client)) as web:
             metas = list_pages(web.read_url, sign, folder)
             return [_describe(meta, len(self._prefix)) for meta in metas if meta["path"].startswith(start)]
 
     def _list_index(self, prefix: str) -> _Infos:
         """List through the server's own index pages, with a HEAD request for each file's size and ETag."""
+        from .autoindex import list_index
+
         web = self._web
         assert web is not None
 
@@ -354,6 +357,12 @@ class RemoteStore:
                 raise self._errors.translate(exc, folder, listing=True) from self._errors.cause(exc)
 
         return list_index(self._url, prefix, read_page, self.head)
+
+
+def _open_web(origin: str, client: Mapping[str, Any]) -> WebClient:
+    from .web import WebClient  # whose library buckets need not wait for
+
+    return WebClient(origin, client)
 
 
 def _describe(meta: Mapping[str, Any], cut: int) -> ObjectInfo:

@@ -9,9 +9,6 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
-from email.message import Message
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, urljoin, urlsplit
@@ -22,6 +19,7 @@ from urllib3 import exceptions as foreign
 
 from ..errors import UnsupportedURLError
 from ..options import is_true, seconds_of
+from .direct import describe_answer, parse_content_range
 
 MAX_REDIRECTS = 5
 MAX_PAGE_BYTES = 64 << 20
@@ -236,26 +234,6 @@ def _translated() -> Iterator[None]:
         raise TimeoutError(str(exc)) from exc
     except foreign.HTTPError as exc:
         raise ConnectionError(str(exc)) from exc
-
-
-def parse_content_range(text: str) -> tuple[int, int, int]:
-    """Start, stop (exclusive) and the object's size of ``bytes 0-9/100``."""
-    unit, _, rest = text.partition(" ")
-    span, _, size = rest.partition("/")
-    first, _, last = span.partition("-")
-    if unit != "bytes" or not (first.isdecimal() and last.isdecimal() and size.isdecimal()):
-        raise OSError("the server does not support requests for ranges: its response has no valid Content-Range")
-    return int(first), int(last) + 1, int(size)
-
-
-def describe_answer(headers: Mapping[str, str] | Message, size: int) -> dict[str, Any]:
-    """Size, ETag and time of an object by the headers of an answer, as obstore names them."""
-    modified: datetime | None = None
-    try:
-        modified = parsedate_to_datetime(headers.get("Last-Modified", ""))
-    except ValueError:
-        modified = None
-    return {"size": size, "e_tag": headers.get("ETag"), "last_modified": modified}
 
 
 def _as_text(value: Any) -> str:

@@ -24,6 +24,7 @@ from penstock.benchmarks.harness import prepare
 from penstock.benchmarks.harness.job import Job, Measurement
 from penstock.benchmarks.harness.subprocesses import MeasurementError, run_module
 from penstock.benchmarks.peers.environments import PeerUnavailableError
+from penstock.benchmarks.stores import server
 from penstock.loader import ConfigError
 
 
@@ -326,3 +327,20 @@ def test_an_interrupt_amid_a_conversion_ends_its_process(
         runner.run_field(config, data=tmp_path / "data", report=place, command="x", progress=_Silent())
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
+
+
+def test_without_a_server_in_the_environment_that_of_the_tests_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def start(command: list[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert os.access(command[0], os.X_OK), f"there is no script {command[0]}"
+        calls.append([Path(command[0]).name, *map(str, command[1:])])
+        return subprocess.CompletedProcess(command, 0, "http://127.0.0.1:1\n", "")
+
+    monkeypatch.delenv("PENSTOCK_TEST_S3_ENDPOINT", raising=False)
+    monkeypatch.setattr(server.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(server.subprocess, "run", start)
+    with server.serve_s3() as options:
+        assert options["endpoint"] == "http://127.0.0.1:1"
+    folder = calls[0][2]
+    assert calls == [["s3_server.sh", "start", folder], ["s3_server.sh", "stop", folder]]

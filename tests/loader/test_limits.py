@@ -204,6 +204,13 @@ TREES: dict[str, tuple[str, str, dict[str, object], int | None, int]] = {
         128,
         5,
     ),
+    "version 2, whose memory.stat sums up all cores and tells no limit": (
+        "0::/\n",
+        mount_v2(),
+        {"memory.max": 256 * MIB, "memory.stat": f"hierarchical_memory_limit {MIB}"},
+        256,
+        8,
+    ),
     "Docker, version 2: the namespace shows /": (
         "0::/\n",
         mount_v2(),

@@ -66,7 +66,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         {"store": dataclasses.replace(STORE, skew_s=3600.0)}, "clock", "fail", "3,600 s behind", "chronyd",
     ),
     "clock ahead": ({"store": dataclasses.replace(STORE, skew_s=-90.0)}, "clock", "warn", "90 s ahead of", "chronyd"),
-    "low ulimit": ({"open_files": 128}, "open files", "fail", "128 in a process", "ulimit -n 65536"),
+    "low ulimit": ({"open_files": 128}, "open files", "fail", "a process may open 128", "ulimit -n 65536"),
     "low hard limit": (
         {"open_files": 512, "open_files_most": 512}, "open files", "warn", "512", "--ulimit nofile=65536",
     ),

@@ -184,7 +184,7 @@ def _memory(facts: MachineFacts) -> Finding:
 
 
 def _open_files(facts: MachineFacts) -> Finding:
-    found = f"{facts.open_files:,} in a process"
+    found = f"a process may open {facts.open_files:,}"
     if facts.open_files >= _FEW_FILES:
         return Finding(check="open files", level="ok", found=found)
     most = min(max(facts.open_files_most, 0), 65536)
@@ -244,7 +244,7 @@ def _store(store: StoreFacts) -> Finding:
 
 def _clock(store: StoreFacts) -> Finding:
     if store.skew_s is None:
-        return Finding(check="clock", level="ok", found="the store told no time to compare with")
+        return Finding(check="clock", level="ok", found="not compared: the store gave no time")
     skew = abs(store.skew_s)
     if skew <= _SKEW_DOUBTFUL_S:
         return Finding(check="clock", level="ok", found=f"within {max(1, round(skew)):.0f} s of the store's")

@@ -31,7 +31,7 @@ class EvaluateConfig:
     """Metric that decides which checkpoint is the best; checkpoint.best says which end of it."""
 
     patience: int | None = None
-    """Stop after this many evaluations in a row without a better ``best``; none: never."""
+    """Stop after this many evaluations in a row without a better ``best``, counted over restarts; none: never."""
 
     def __post_init__(self) -> None:
         check_range("evaluate.every", self.every, low=1)

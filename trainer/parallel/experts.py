@@ -2,7 +2,8 @@
 
 A module with ``num_experts`` and ``exchange`` has experts: the first dimension of its parameters counts them. Each of n
 ranks keeps consecutive ones, as DTensors, and ``exchange`` becomes an ``ExpertExchange``, by which forward reaches
-the others.
+the others. A module that counts something over a step has ``forget_step()``, called before each step, and
+``after_update(add_up)``, called after each update with a function that sums a tensor over the ranks.
 """
 
 from __future__ import annotations

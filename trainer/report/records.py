@@ -59,23 +59,61 @@ class ResumeRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRecord(Record):
-    """Averages over the last ``steps`` steps; times and memory are rank 0's. ``values`` has more, as docs list."""
+    """Averages over the last ``steps`` steps; times and memory are rank 0's.
+
+    ``values`` has more where it was measured:
+
+    - ``updates``, ``overflows``, ``non_finite``, ``loss_scale``, ``wire_bytes``: the state of training, over restarts.
+    - ``eta_s``: seconds left, with evaluations and saves.
+    - ``seconds_fetch``, ``seconds_forward``, ``seconds_backward``, ``seconds_reduce``, ``seconds_optimizer``, ...:
+      seconds in each phase; the rest of ``seconds`` is the loop. On CUDA events time them that nothing waits for, so
+      the last steps before a record may count in the next one.
+    - ``device_memory_bytes``, ``device_memory_reserved_bytes``, ``device_memory_peak_bytes``: on CUDA, held by tensors,
+      reserved by torch, most held by tensors.
+    - ``host_memory_bytes``, ``host_memory_peak_bytes``: resident memory of the process, now and at its peak.
+    - ``device_utilisation``, ``device_power_w``: by NVML, with ``nvidia-ml-py``.
+    - ``disk_read_bytes_per_s``, ``disk_written_bytes_per_s``: of the process; ``network_received_bytes_per_s``,
+      ``network_sent_bytes_per_s``: of its host or container.
+    - ``loader_bottleneck``, ``loader_ready_batches``, ``loader_fetched_bytes``, ...: metrics of penstock's loader since
+      the last record.
+    - ``bound``, ``skew_s``, ``slowest_rank``, ``slowest_in``, ``stale_ranks``: on several ranks, what bounds the run;
+      seconds a step that the slowest takes more than the others; which rank and phase; how many are silent.
+    - ``bubble``, ``bubble_formula``: with ``parallel.pp``, the share of their schedules in which ranks idled,
+      and that of the schedule's arithmetic (a backward as long as two forwards, equal stages, messages without time).
+    - ``expert_load_max``, ``expert_load_min``: tokens of the busiest expert and of the idlest one, as multiples of an
+      even share.
+    - ``outer_norm``, ``outer_bytes``, ``outer_wait_s``: with DiLoCo, norm of the last outer gradient, bytes that rank 0
+      sent to other learners over all restarts (in ``wire_bytes``, too), seconds that it waited for them since the last
+      record; over servers of all learners.
+    - names of modules: numbers that ``describe_step()`` of a module returns after each update, a mapping of names to
+      floats or tensors of one number. Over modules and steps, the largest of names with ``_max`` at their end, the
+      least of ``_min``, the mean of others.
+    """
 
     kind: ClassVar[str] = "train"
 
     steps: int
     seconds: float
     epoch: int
+    """Epochs done: 0 in the first."""
     loss: float
     samples: int
+    """Of all ranks and restarts."""
     samples_per_s: float
+    """Of all ranks."""
     rate: float | None = None
     tokens_per_s: float | None = None
+    """Units of the loss's count, of all ranks, if it counts more than samples."""
     flops_per_s: float | None = None
+    """Of one device."""
     mfu: float | None = None
+    """Share of the device's peak that forward and backward use."""
     data_wait_share: float | None = None
+    """Share of ``seconds`` that was spent in fetch."""
     gradient_norm: float | None = None
+    """Of the last step, before clipping. With local SGD rank 0's own, with DiLoCo its learner's."""
     gradient_norm_max: float | None = None
+    """The largest of the steps'."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ class ParameterServerConfig:
     """Format of weights on their way to the workers."""
 
     replicas: Literal[1, 2] = 1
-    """Shards that hold each value; with 2, none is lost with one of them."""
+    """Shards that hold each value; with 2, none is lost with one of them. Not 2 in one process."""
 
     weights: Literal["measured", "equal"] = "measured"
     """Shards' shares of the values, on Ray: by the MB/s that workers measure, where moving some pays, or all alike."""

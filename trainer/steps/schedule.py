@@ -34,7 +34,7 @@ class ScheduleConfig:
     """How the rate follows the effective batch size over the base batch size."""
 
     base_batch_size: int | None = None
-    """Samples per update for which the optimizer's rate was chosen."""
+    """Samples per update for which the optimizer's rate was chosen; with parallel.mode=diloco, of one learner."""
 
     def __post_init__(self) -> None:
         if ":" not in self.shape:

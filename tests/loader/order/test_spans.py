@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.loader.order.plan import EpochPlan, Order, Share, count_steps
+from penstock.loader.order.selecting import Selection, Subset
 from penstock.loader.order.spans import EnteredWindow, EpochSpans, Span, chunks_by_first_use
+from penstock.loader.order.window import Run, locate_runs
 
 sizes_of_chunks = st.lists(st.integers(1, 12), min_size=1, max_size=30).map(lambda sizes: np.array(sizes, np.int64))
 orders = st.builds(
@@ -188,3 +190,26 @@ def test_a_lane_whose_windows_were_closed_is_entered_again_from_before_them() ->
     assert len(list(spans.close_before(np.array([24, 24])))) == len(entered)
     assert [window.chunks.tolist() for window in spans.enter(1, 0, 24)] == entered
     assert list(spans.enter(1, 0, 24)) == []
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=40), orders, st.booleans(), st.data())
+def test_runs_that_are_located_together_lie_where_each_offset_lies(sizes, order, are_picked, data):
+    samples = np.array(sizes, np.int64)
+    selection = Selection(samples, Subset.take(1 + sum(sizes) // 2)) if are_picked else None
+    plan = EpochPlan(samples, order, 1, selection)
+    runs = []
+    for lane, size in enumerate(np.diff(plan.lane_starts).tolist()):
+        start = data.draw(st.integers(0, size))
+        while start < size and len(runs) < 20:
+            window = plan.open_window(lane, plan.window_at(lane, start))
+            stop = data.draw(st.integers(start + 1, window.stop))
+            runs.append(Run(window, start, stop))
+            start = stop
+    if not runs:
+        return
+    chunks, rows = locate_runs(runs)
+    of_each = [run.window.locate(np.arange(run.start, run.stop, dtype=np.int64)) for run in runs]
+    wanted = [run.window.chunks[pieces] for run, (pieces, _) in zip(runs, of_each, strict=True)]
+    assert chunks.tolist() == np.concatenate(wanted).tolist()
+    assert rows.tolist() == np.concatenate([of_run for _, of_run in of_each]).tolist()

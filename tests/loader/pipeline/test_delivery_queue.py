@@ -11,7 +11,7 @@ import pytest
 
 from penstock.loader.decoding.batch import UnfinishedBatch
 from penstock.loader.errors import LoaderClosedError
-from penstock.loader.pipeline.assembler import _MOST_ON_CALL, Delivery, DeliveryQueue
+from penstock.loader.pipeline.assembler import _MOST_COPIED_BYTES, _MOST_ON_CALL, Delivery, DeliveryQueue
 
 
 def delivery(number: int, nbytes: int) -> Delivery:
@@ -59,6 +59,29 @@ class OnCall(UnfinishedBatch):
 
     def begin(self) -> None:
         self.has_begun = True
+
+
+class Copied(OnCall):
+    is_on_call = False
+    is_copied = True
+
+
+def test_of_batches_that_are_only_copied_no_more_wait_than_a_cache_may_hold():
+    queue, size = DeliveryQueue(max_bytes=1 << 40), _MOST_COPIED_BYTES // 4
+    copied = [replace(delivery(number, size), batch=Copied()) for number in range(5)]
+    for item in copied[:4]:
+        assert queue.put(item)
+    assert not queue.is_short()
+    last = threading.Thread(target=queue.put, args=(copied[4],))
+    last.start()
+    last.join(0.05)
+    assert last.is_alive()
+    assert [queue.get().start for _ in range(5)] == [0, 1, 2, 3, 4]
+    last.join(60)
+    assert not last.is_alive()
+    for number in range(8):
+        assert queue.put(delivery(number, size))  # others take the room that the queue has
+    assert queue.is_short()
 
 
 def test_of_batches_that_are_made_on_call_a_few_wait_and_the_first_ones_are_begun():
