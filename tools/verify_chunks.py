@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import numpy as np
@@ -91,7 +91,7 @@ def check_chunks(store: Store, manifest: Manifest, threads: int, progress: bool,
 def _check_chunk(
     store: Store, manifest: Manifest, shard_format: ShardFormat, headers: HeaderCache, index: int
 ) -> Flaw | None:
-    chunk = replace(manifest.chunk(index), memory_limit=usable_memory())
+    chunk = manifest.chunk(index, usable_memory())
     try:
         checksum = None if manifest.checksums is None else int(manifest.checksums[index])
         block = read_chunk(store, shard_format, headers.get(chunk.shard), chunk, manifest.schema, checksum=checksum)

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from ..sources.sources import Sources
 
 _MAPPED_AT_ONCE = 2 << 20  # bytes, of rows that are copied from mapped files
-# Of so many steps, or bytes, objects are made of what lies in mapped files: most of these are asked for each time.
-_OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE = 16, 16 << 20
+# Objects are made of what lies in mapped files for so many steps at once, and bytes: few, so that they fit where those
+# before were. Each time most of the files are asked for, twice; so of many files, more bytes.
+_OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE, _MOST_OBJECT_BYTES = 16, 8 << 20, 16 << 20
+_OBJECT_BYTES_PER_FILE = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,9 @@ def _count_together(rows: Rows, steps: int) -> int:
     """
     late = rows.late
     places = [each.at for each in late if each.at is not None]
-    if any(isinstance(each, LateBytes) for each in late):
-        most, most_bytes = _OBJECTS_AT_ONCE, _OBJECT_BYTES_AT_ONCE
+    if files := {file for each in late if isinstance(each, LateBytes) for file in each.mapped()}:
+        most = _OBJECTS_AT_ONCE
+        most_bytes = min(max(_OBJECT_BYTES_AT_ONCE, len(files) * _OBJECT_BYTES_PER_FILE), _MOST_OBJECT_BYTES)
     elif any(at.files for at in places):
         return max(1, _MAPPED_AT_ONCE * steps // sum(at.nbytes for at in places))
     elif late and all(isinstance(each, WideRows) for each in late):

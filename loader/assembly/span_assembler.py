@@ -100,7 +100,7 @@ class SpanAssembler:
             yield span
             if span.steps:
                 longer = _LONGER_IN_CHUNKS if self._stay_in_chunks else 1
-                at_once = min(longer * most, MOST_AT_ONCE, 2 * at_once)
+                at_once = min(longer * most, MOST_AT_ONCE, 2 * longer * at_once)
 
     def _assemble(self, span: Span) -> bool:
         if not span.steps:

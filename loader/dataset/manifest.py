@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -251,8 +252,8 @@ class Manifest:
         first_chunk = np.searchsorted(self.shard_index, np.arange(len(self.shards)))
         return self.first_ids[first_chunk]
 
-    def chunk(self, index: int) -> ChunkRef:
-        """The chunk of an index: its shard, its bytes in it, and its number of samples."""
+    def chunk(self, index: int, memory_limit: int = sys.maxsize) -> ChunkRef:
+        """The chunk of an index: its shard, its bytes in it, its number of samples, and the memory that it may take."""
         shard = int(self.shard_index[index])
         return ChunkRef(
             shard=self.shards[shard],
@@ -261,6 +262,7 @@ class Manifest:
             samples=int(self.samples[index]),
             first_row=int(self.first_ids[index] - self._shard_first_ids[shard]),
             memory=int(self.memory[index]),
+            memory_limit=memory_limit,
         )
 
     def shard_of(self, sample_id: int) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -117,7 +117,8 @@ class LateBytes:
         return self.pick(slice(start, stop))
 
     def pick(self, rows: IntArray | slice) -> LateBytes:
-        return replace(self, origins=self.origins[rows], starts=self.starts[rows], stops=self.stops[rows])
+        at = (self.origins[rows], self.starts[rows], self.stops[rows])
+        return LateBytes(self.name, self.columns, *at, self.made)
 
     def make(self, memory: object = None) -> dict[str, list[Any]]:
         """Make the field, as a list; objects lie in the interpreter's memory."""
@@ -277,7 +278,10 @@ class FieldsOfSpan:
             self._list(name).add(_take(name, column, group), self._arrived)
 
     def _list(self, name: str) -> ListOfSpan:
-        return self._lists.setdefault(name, ListOfSpan())
+        found = self._lists.get(name)
+        if found is None:
+            found = self._lists[name] = ListOfSpan()
+        return found
 
     def _add_records(self, number: int, records: Records, group: ChunkRows) -> None:
         source = records.rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +205,7 @@ class ChunkSource:
         return self._partitions.stored is not None and not self._partitions.stored
 
     def _refer(self, index: int) -> ChunkRef:
-        return replace(self.manifest.chunk(index), memory_limit=self._memory_limit)
+        return self.manifest.chunk(index, self._memory_limit)
 
     def _forget(self, chunk: ChunkRef) -> None:
         """Drop what is kept of a chunk, in memory and on the node's disk."""

@@ -106,13 +106,25 @@ def test_batches_are_those_of_files_that_are_read(folder: Path, made: list[str],
     assert found == expected
 
 
-@pytest.mark.parametrize(("nbytes", "ahead"), [(0, 0), (1 << 20, 3)])
+@pytest.mark.parametrize(
+    ("nbytes", "per_file", "most_bytes", "ahead"),
+    [(0, 0, 1 << 20, 0), (1 << 20, 0, 1 << 20, 3), (0, 1 << 20, 1 << 20, 3), (0, 1 << 20, 0, 0)],
+)
 def test_no_more_than_a_few_small_batches_are_made_that_nobody_asked_for(
-    folder: Path, made: list[str], monkeypatch: pytest.MonkeyPatch, nbytes: int, ahead: int
+    folder: Path,
+    made: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    nbytes: int,
+    per_file: int,
+    most_bytes: int,
+    ahead: int,
 ) -> None:
+    """Of each file that is asked for some more bytes at once, but no more than the most."""
     monkeypatch.setattr(pipeline, "_AWAY_S", math.inf)  # however slow this machine is
     monkeypatch.setattr(kind_rows, "_OBJECTS_AT_ONCE", 4)
     monkeypatch.setattr(kind_rows, "_OBJECT_BYTES_AT_ONCE", nbytes)
+    monkeypatch.setattr(kind_rows, "_OBJECT_BYTES_PER_FILE", per_file)
+    monkeypatch.setattr(kind_rows, "_MOST_OBJECT_BYTES", most_bytes)
     most = 0
     with load(folder, columns=["bin"]) as loader:
         batches = iter(loader)
@@ -206,6 +218,7 @@ def test_a_loop_that_is_elsewhere_meanwhile_finds_the_next_two_made(
 ) -> None:
     monkeypatch.setattr(pipeline, "_AWAY_S", -1.0)
     monkeypatch.setattr(kind_rows, "_OBJECT_BYTES_AT_ONCE", 0)
+    monkeypatch.setattr(kind_rows, "_OBJECT_BYTES_PER_FILE", 0)
     expected = batches_of(load(folder, storage_options={"mapped_reads": False}))
     here = threading.current_thread().name
     with load(folder) as loader:
