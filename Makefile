@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo demo-ray test quick full lint docs extras bench gpu clean servers
 
 help:
-	@echo 'make demo             train on 3 ranks, kill one, resume on 2, audit every delivery (about a minute)'
+	@echo 'make demo             train on 3 ranks, kill one, resume on 2, kill a loader's process, audit every delivery (a minute)'
 	@echo 'make demo STORE=s3    the same, with the shards on a real S3 server; or STORE=s3://bucket/prefix'
 	@echo 'make demo-ray         train on Ray over two shards, kill a worker, a shard and the coordinator, audit every batch'
 	@echo 'make test             install what the tests need, and run them; ARGS="-k resume" goes to pytest'
