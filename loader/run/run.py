@@ -151,15 +151,14 @@ class Run:
                 options = replace(options, finish=replace(cut, absent=absent))
         return options
 
-    @property
-    def _first_work(self) -> RowWork:
-        """The work on rows of the first kind. Raises ConfigError where that cannot be called."""
+    def _make_first_work(self) -> RowWork:
+        """Make the work on rows of the first kind. Raises ConfigError where that cannot be called."""
         kind = self.reading.kinds[0]
         return replace(self.batch_options, transform=kind.transform, may_drop=kind.may_drop).work
 
     def _choose_workers(self) -> None:
         """Choose the processes that decode and transform: those asked for, or some for images if the cores suffice."""
-        tuning, raw, work = self.config.tuning, self.config.raw, self._first_work
+        tuning, raw, work = self.config.tuning, self.config.raw, self._make_first_work()
         are_alike = len(group_kinds(self.sources)) == 1
         if tuning.asked_processes:
             from ..decoding.workers.pool import WorkerPool
@@ -176,7 +175,7 @@ class Run:
     def _choose_place(self) -> Place:
         from .place import choose_place
 
-        assert self._first_work  # refused here as it is where threads do it
+        self._make_first_work()  # refused here as it is where threads do it
         return choose_place(self.config, self.sources)
 
     def _choose_process(self, work: bytes) -> None:
