@@ -165,10 +165,11 @@ def test_ranks_are_as_fast_as_the_last_and_as_large_as_all() -> None:
 
 def test_the_matrix_has_ranks_and_delays_for_two_workloads_alone() -> None:
     cells = cells_of(FieldConfig())
-    assert len(cells) == len(set(cells)) == 26
+    assert len(cells) == len(set(cells)) == 28
     assert Cell(workload="images", store="s3", ranks=1) in cells
     assert Cell(workload="images", store="local", ranks=2) not in cells
     assert Cell(workload="tokens", store="s3", ranks=4) in cells
+    assert {one.workload for one in cells if one.store == "s3-tls"} == {"bytes-40k", "tokens"}
     small = quick(FieldConfig(against=("torch",)))
     assert [each.name for each in cells_of(small)] == ["bytes-40k · local · 1 rank", "tokens · local · 1 rank"]
     assert small.against == ("torch",)

@@ -366,7 +366,7 @@ class LoaderProcess:
         return failure
 
     def _say_that_batches_are_kept(self) -> None:
-        if not self._has_said and self._slots.are_full:
+        if not self._has_said and self._slots.is_full:
             self._has_said = True
             logger.warning(
                 "the training loop keeps so many batches that the %s's share of memory_limit= is used up by them; from "

@@ -84,7 +84,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a delivery or failure brings beside itself: warnings, and what was found to be bad since the last one.
+    """News that a delivery or failure brings beside itself: warnings, and what was found to be bad since the last one.
 
     ``bad`` is by source; ``bad_chunks`` are all so far. ``packed`` counts what is packed in the delivery: in all, and
     by source of a mixture.

@@ -93,10 +93,10 @@ class Slots:
     @property
     def _may_grow(self) -> bool:
         count = len(self._slots)
-        return count < _LEAST or (count < _MOST and not self.are_full)
+        return count < _LEAST or (count < _MOST and not self.is_full)
 
     @property
-    def are_full(self) -> bool:
+    def is_full(self) -> bool:
         """Return whether another slot of the usual size would exceed what the slots may have together."""
         count = len(self._slots)
         return sum(slot.nbytes for slot in self._slots.values()) * (count + 1) > self._most_bytes * count
