@@ -47,7 +47,7 @@ settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES)
 settings.load_profile("penstock")
 
 # What makes a test slow: a server, ranks of its own, a kill, in the test or in a function of its file that it calls.
-# One that takes a second, or a sixth of a second of a core, is marked by hand. `make quick` leaves slow tests out;
+# One that takes a second, or a tenth of a second of a core, is marked by hand. `make quick` leaves slow tests out;
 # `make test` runs them last, four at a time, since many of them wait, and leaves those marked
 # full to `make full`: soaks, kills at every point, and of slow products of parameters two cases in three.
 SLOW_FIXTURES = {"s3_endpoint", "nginx_url", "python_url", "ranks_folder"}

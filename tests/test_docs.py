@@ -330,6 +330,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
                 yield name, re.findall(_OPTION, re.split(r"  |#", rest)[0])
 
 
+@pytest.mark.slow
 def test_commands_that_pages_show_have_these_options(capsys: pytest.CaptureFixture[str]) -> None:
     known = {name: options_of([name], capsys) for name in COMMANDS if name != "state"}
     known["bench"] |= options_of(["bench", "--quick"], capsys) | {"--quick", "--full"}

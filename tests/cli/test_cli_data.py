@@ -67,6 +67,7 @@ print(codes, "torch" in sys.modules)
     assert out.splitlines()[-1] == "[0, 0, 0, 0] False"
 
 
+@pytest.mark.slow
 def test_a_table_is_packed_inspected_and_verified(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, seen = call_json(capsys, "inspect", shards)
     assert (code, seen["format"], seen["samples"]) == (0, "tar", 200)
@@ -74,6 +75,7 @@ def test_a_table_is_packed_inspected_and_verified(shards: Path, capsys: pytest.C
     assert (code, result["ok"], result["samples"], result["checksums"]) == (0, True, 200, True)
 
 
+@pytest.mark.slow
 def test_reports_for_people_fit_a_terminal(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("index", "inspect", "verify"):
         code, out, err = call(capsys, name, shards)
@@ -119,6 +121,7 @@ def test_the_index_of_a_split_with_a_folder_of_its_own_lies_in_that(
     assert "loaders of one split read that folder's own index; make it with --split test" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_inspect_shows_one_sample_by_id_or_key(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = call_json(capsys, "inspect", shards, "--sample", "-1")
     fields = {field["name"]: field["value"] for field in told["fields"]}
@@ -160,6 +163,7 @@ def test_verify_ends_with_one_and_names_the_bad_shard(shards: Path, capsys: pyte
     assert (code, result["bad_shards"]) == (1, ["shard-000001.tar"])
 
 
+@pytest.mark.slow
 def test_index_writes_the_manifest_beside_the_data(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (shards / MANIFEST_NAME).unlink()
     code, told = call_json(capsys, "index", shards, "--no-write")

@@ -111,6 +111,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_command_prints_what_it_printed_and_fits_80_columns(
     name: str, place: Path, capsys: pytest.CaptureFixture[str]
@@ -147,6 +148,7 @@ def test_help_fits_80_columns(name: str, capsys: pytest.CaptureFixture[str], mon
     compare(f"help-{name}", words_of_help(out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["", "gpt"])
 def test_the_trainers_help_says_what_it_said(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -235,6 +235,7 @@ def test_audit_of_a_folder_without_good_logs_is_refused(
     assert "Traceback" not in out + err
 
 
+@pytest.mark.slow
 def test_plan_simulates_ranks_of_a_made_up_data_set(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("plan", "--samples", "1e8", "--bytes", "100TB", "--world-size", 8, 64, "--simulate", "--steps", 12)
     code, told = call_json(capsys, *arguments, "--store-requests-per-s", 200)

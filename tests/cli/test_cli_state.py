@@ -46,6 +46,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return code, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_show_says_where_a_state_stands(capsys, saved, data):
     code, out, _ = call(capsys, "show", saved)
     assert code == 0

@@ -268,6 +268,7 @@ def test_the_tool_that_kills_a_node_runs_the_rayjobs_command(tmp_path: Path) -> 
         ray_nodes.command_of("kind: RayJob\n", tmp_path, epochs=3)
 
 
+@pytest.mark.slow
 def test_the_task_of_skypilot_runs_commands_of_ours(tmp_path: Path) -> None:
     assert set(SKY) <= {"name", "num_nodes", "resources", "workdir", "envs", "setup", "run"}
     environment = {

@@ -99,6 +99,7 @@ def test_worker_processes_and_views_give_the_same_batches(images: str) -> None:
     assert global_batches(images, 1) == global_batches(images, 1, raw="view")
 
 
+@pytest.mark.slow
 def test_a_resume_in_mid_epoch_goes_on_with_the_same_batches(images: str) -> None:
     with make(images) as loader:
         batches = iter(loader)
@@ -166,6 +167,7 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_the_quarantine_file_names_each_bad_sample_and_a_later_run_avoids_them(images: str, tmp_path: Path) -> None:
     found = global_batches(images, 3, epochs=2, quarantine=tmp_path / "q")
     told = entries(tmp_path / "q")
@@ -260,6 +262,7 @@ def test_the_first_bad_sample_is_a_warning_that_names_it(images: str) -> None:
     assert len([each for each in told if each.category is BadSampleWarning]) == 1
 
 
+@pytest.mark.slow
 def test_verify_checks_again_what_is_quarantined(
     images: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +284,7 @@ def test_verify_checks_again_what_is_quarantined(
     assert [found["entry"]["id"] for found in told["entries"] if found["is_gone"]] == [99]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 @pytest.mark.parametrize("transform", [None, fail_on_sevens], ids=["decoded", "transformed"])
 def test_a_bad_sample_that_is_looked_at_raises_what_it_raises_where_the_first_one_stops(

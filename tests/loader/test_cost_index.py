@@ -29,6 +29,7 @@ def docs(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_docs(tmp_path_factory.mktemp("docs"))
 
 
+@pytest.mark.slow
 def test_indexes_of_values_lengths_and_bytes_are_compact_and_exact(docs):
     manifest = open_manifest(docs)
     for text in ("tokens", "len:text", "value:tokens"):

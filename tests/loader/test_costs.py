@@ -56,6 +56,7 @@ def test_ranks_by_cost_share_the_same_global_batches_to_within_one_sample(docs, 
     assert len({len(part) for part in ranks[0]}) > 3
 
 
+@pytest.mark.slow
 def test_shares_by_cost_heed_the_weights_of_ranks(docs):
     totals = []
     for rank in range(2):

@@ -86,6 +86,7 @@ def test_an_order_depends_on_the_seed_alone(tars):
     assert order(3) != order(4)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("before", "after", "stop_after"),

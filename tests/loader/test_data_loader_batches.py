@@ -83,6 +83,7 @@ def test_decode_none_gives_the_bytes_of_the_shard(tars):
         assert batch["txt"] == [str(sample).encode() for sample in ids_of(batch)]
 
 
+@pytest.mark.slow
 def test_a_transform_sees_samples_and_its_generator_depends_on_the_sample_alone(tars):
     def transform(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return {"number": int(sample["txt"]), "noise": rng.integers(0, 1 << 30)}

@@ -42,6 +42,7 @@ def batches(source: Path, options: Any = None, **more: Any) -> list[dict[str, An
         return [{name: list(map(str, batch[name])) for name in ("__id__", "txt")} for batch in loader]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["tar", "parquet", "mds", "jsonl", "arrow"])
 def test_an_encrypted_data_set_gives_the_batches_of_the_plain_one(tmp_path: Path, kind: str) -> None:
@@ -99,6 +100,7 @@ def test_an_exchanged_shard_or_manifest_is_refused_not_read_as_another(tmp_path:
         batches(secret, OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_changed_shard_is_quarantined_and_verify_names_it(tmp_path: Path) -> None:
     _, secret = pack_both(tmp_path, "tar")
     shard = sorted(secret.glob("shard-*"))[1]
@@ -124,6 +126,7 @@ def run(*arguments: object) -> str:
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_the_commands_pack_index_inspect_verify_with_the_environments_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

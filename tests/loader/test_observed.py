@@ -174,6 +174,7 @@ def test_the_endpoint_ends_with_the_loader_and_does_not_keep_it(loader: Distribu
         scrape(forgotten.url)
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_the_port(loader: DistributedDataLoader[Any]) -> None:
     server = serve_metrics(loader)
     ours, its = socket.socketpair()

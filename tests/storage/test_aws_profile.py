@@ -262,6 +262,7 @@ def test_a_sign_in_that_has_ended_says_how_to_sign_in(
         amazon.list()
 
 
+@pytest.mark.slow
 def test_a_role_of_another_profile_is_taken_on(home: Path, amazon: Amazon, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("botocore")
     write_config(

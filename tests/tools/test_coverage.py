@@ -59,6 +59,7 @@ def take(passing: Iterator[Any], batches: int) -> None:
         next(passing)
 
 
+@pytest.mark.slow
 def test_a_resume_of_a_mixture_that_skips_is_found(sources: tuple[str, str], tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     with DistributedDataLoader(mix(sources), batch_size=50, seed=0, audit_dir=logs) as loader:

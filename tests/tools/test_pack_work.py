@@ -173,6 +173,7 @@ def test_a_function_of_other_constants_is_another_job(
     assert {bytes(sample["mark"]) for sample in read_samples(memory_store.url)} == {b"other"}
 
 
+@pytest.mark.slow
 def test_a_function_of_the_same_constants_is_the_same_job(
     rows: Path, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_function_of_the_same_constants_is_the_same_job(
     assert pack(rows, memory_store.url, map=marked, shard_bytes=8_000).kept_shards > 0
 
 
+@pytest.mark.slow
 def test_a_function_that_uses_an_object_of_its_module_is_never_known_again(
     rows: Path, memory_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +222,7 @@ def test_a_killed_pack_goes_on_where_it_stopped(rows: Path, tmp_path: Path) -> N
     assert [sample["n"] for sample in read_samples(str(out))] == [str(n).encode() for n in range(500)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["reads", "puts"])
 def test_ctrl_c_waits_for_no_request_that_hangs(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

@@ -236,6 +236,7 @@ class Drawing:
         self.at = state["at"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_what_an_unbroken_one_draws(world: World, tmp_path: Path) -> None:
     found = []
     for folder, stops in (("whole", (9,)), ("parts", (4, 9))):

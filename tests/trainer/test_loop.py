@@ -58,6 +58,7 @@ def test_a_resumed_run_repeats_nothing_and_ends_bit_equal(world: World, tmp_path
     assert (found.steps, found.epochs, found.samples) == (expected.steps, expected.epochs, 3 * ROWS)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_made_between_two_epochs_counts_neither_twice(world: World, tmp_path: Path) -> None:
     """The best one is saved after the epoch was counted and evaluated, the others before."""
     found = []

@@ -18,6 +18,7 @@ def shift(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "tokens": sample["tokens"] + 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [None, shift])
 def test_rows_of_a_mixture_are_copied_late_and_are_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: Any

@@ -154,6 +154,7 @@ def test_batches_that_are_kept_stay_as_they_were(tokens):
         assert torch.equal(batch["tokens"], batch["__id__"][:, None].expand(-1, 512))
 
 
+@pytest.mark.slow
 def test_batches_that_are_let_go_of_lie_where_others_were(tokens):
     # 16 MiB of memory leave room for 8 batches that wait, however late they are taken.
     with open_tokens(tokens, memory_limit="16MiB") as loader:
@@ -170,6 +171,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+@pytest.mark.slow
 def test_images_of_one_size_are_lent_memory_and_stay_while_they_are_kept(pictures, monkeypatch):
     memories: set[BatchMemory] = set()
     lend = BatchMemory.empty

@@ -167,6 +167,7 @@ def test_any_columns_of_any_shards_read_as_they_were_written(
     check(got, [{name: sample(i)[name] for name in wanted} for i in range(count)])
 
 
+@pytest.mark.slow
 def test_folders_with_an_index_each_are_one_data_set(mds_store: FolderStore) -> None:
     write(mds_store.root / "b", range(5), size_limit=3000)
     write(mds_store.root / "a", range(5, 9))

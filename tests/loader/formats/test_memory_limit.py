@@ -128,6 +128,7 @@ def test_a_row_group_above_the_limit_is_opened_onto_the_disk(tmp_path: Path, wri
     assert list(found[0]) == list(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::penstock.loader.MemoryLimitWarning")
 @pytest.mark.parametrize(
     "look",

@@ -110,6 +110,7 @@ def open_mixture(folder: str) -> DistributedDataLoader[dict[str, Any]]:
     return open_loader(Mixture(sources))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("open_batches", [open_tokens, open_mixture])
 @pytest.mark.parametrize("steps", [0, 3, 8])

@@ -287,6 +287,7 @@ def test_a_run_that_stopped_goes_on_with_either_from_its_state(manifests: list[M
     assert not taken & {row for row in later_ones[:60] if row[0] != 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["replace", "skip"])
 def test_a_mixture_of_one_is_its_data_set(manifests: list[Manifest], on_error: Any) -> None:
     """Up to the end of the source's first epoch, behind which a mixture fills its batches."""

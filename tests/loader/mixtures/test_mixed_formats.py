@@ -152,6 +152,7 @@ def check_mixture(one: Path, other: Path, names: list[str], **options: Any) -> N
     assert found >= 2 * ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_sources_of_two_formats_give_the_samples_that_each_gives_alone(
@@ -199,6 +200,7 @@ def test_worker_processes_give_samples_of_two_formats_alike(folders: dict[tuple[
     check_mixture(folders["parquet", False], folders[other, False], ["cls", "txt", "json", "png"], processes=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write_table", [pq.write_table, pa_feather.write_feather], ids=["parquet", "arrow"])
 def test_sources_with_their_columns_in_another_order_keep_them_apart(tmp_path: Path, write_table: Any) -> None:
     names = [f"c{number}" for number in range(6)]

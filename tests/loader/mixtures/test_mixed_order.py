@@ -50,6 +50,7 @@ def assert_each_once_an_epoch(batches: list[list[Sample]]) -> None:
         assert Counter(counts[sample] for sample in range(size)) == Counter({times: size - rest, times + 1: rest})
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world_size", "size"), [(1, 12), (3, 12), (2, 2), pytest.param(4, 64, marks=pytest.mark.slow)]
@@ -228,6 +229,7 @@ def test_renamed_sources_are_found_by_their_data_and_other_data_under_a_name_is_
         deliver(mix(sources), 1, global_batch_size=12, steps=1, state=state, seed=1)
 
 
+@pytest.mark.slow
 def test_nested_and_stratified_mixtures(sources):
     nested = Mixture(
         {

@@ -82,6 +82,7 @@ def test_sources_come_go_and_are_renamed_and_each_goes_on_where_it_was(
     assert epochs * even <= accounts["x"].dropped <= (epochs + 1) * even
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filtered", ["", "ab"])
 def test_a_source_left_out_some_epochs_ago_comes_back(rows: dict[str, Manifest], filtered: str) -> None:
     options: dict[str, Any] = {"filtered": filtered, "stop": "first_exhausted"}
@@ -208,6 +209,7 @@ def test_a_source_of_which_nothing_is_left_is_named_on_every_rank(rows: dict[str
     assert len(asked) <= 2 * SIZES["a"] + 256  # once, and a look for the fields
 
 
+@pytest.mark.slow
 def test_what_a_filter_raises_names_source_and_sample_after_the_same_batch_on_all_ranks(
     rows: dict[str, Manifest],
 ) -> None:

@@ -116,6 +116,7 @@ def test_arrays_of_several_shapes_are_a_list_of_tensors_whatever_they_are_made_b
             assert all(isinstance(value, torch.Tensor) for value in batch["pair"])
 
 
+@pytest.mark.slow
 def test_images_of_sources_with_decoders_of_their_own_stay_in_channels_last_memory(tmp_path: Path) -> None:
     write_images(tmp_path, set())
     decoders = {"sized": ImageDecoder(size=8), "whole": ImageDecoder()}

@@ -233,6 +233,7 @@ def test_an_error_of_another_rank_is_raised_by_one_of_a_process_loaders(group, d
         assert next(iterators[1])["txt"]
 
 
+@pytest.mark.slow
 def test_of_two_loaders_that_one_which_failed_elsewhere_is_stopped_alone(group: Any, data: Path, caplog: Any) -> None:
     with open_loader(data) as loader, open_loader(data) as other:
         iterators = [iter(loader), iter(other)]

@@ -37,6 +37,7 @@ def make(source: Any, stage: int, stages: int = 3, dp: int = 0, **options: Any) 
     )
 
 
+@pytest.mark.slow
 def test_stages_get_the_same_samples_and_each_its_own_fields(rows):
     for dp in (0, 1):
         with DistributedDataLoader(rows, batch_size=8, rank=dp, world_size=2, with_ids=True) as plain:

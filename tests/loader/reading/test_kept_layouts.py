@@ -110,6 +110,7 @@ def test_layouts_of_two_ranks_are_kept_together(folder: Path, walks: list[Any]) 
     assert not walks
 
 
+@pytest.mark.slow
 def test_data_sets_of_equal_shapes_keep_layouts_of_their_own(folder: Path, walks: list[Any]) -> None:
     twin = folder.with_name("twin")
     twin.mkdir()

@@ -68,6 +68,7 @@ def values_of(block: Block) -> dict[str, list[object]]:
     return {name: column.take(rows) for name, column in block.columns.items() if isinstance(column, BytesColumn)}
 
 
+@pytest.mark.slow
 def test_a_second_epoch_walks_no_headers(tmp_path: Path, walks: list[int]):
     (tmp_path / "a.tar").write_bytes(tar_of([6000] * 40, seed=0))
     (tmp_path / "b.tar").write_bytes(tar_of([1, 0, 700, 5000] * 20, seed=1))

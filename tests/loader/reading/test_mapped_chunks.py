@@ -75,6 +75,7 @@ def rows_of(loader: DistributedDataLoader) -> list[tuple[Any, ...]]:
         ]
 
 
+@pytest.mark.slow
 def test_samples_are_those_that_are_read_into_memory(folder: Path, maps: list[str]) -> None:
     found = rows_of(load(folder))
     assert set(maps) == {"0.tar", "1.tar"}
@@ -139,6 +140,7 @@ def test_what_is_looked_at_later_or_quarantined_is_read(folder: Path, maps: list
 VIEWS: dict[str, Any] = {"raw": "view", "storage_options": {"mapped_reads": "views"}}
 
 
+@pytest.mark.slow
 def test_views_are_mapped_where_files_are_said_to_stay(folder: Path, maps: list[str]) -> None:
     expected = rows_of(load(folder, raw="view"))
     assert not maps
@@ -171,6 +173,7 @@ def test_files_are_as_they_were_indexed_when_views_of_them_are_made(folder: Path
     assert not any(kept["bin"][0])
 
 
+@pytest.mark.slow
 def test_bytes_and_bad_data_are_as_ever_where_views_are_mapped(folder: Path, maps: list[str]) -> None:
     expected = rows_of(load(folder))
     maps.clear()
@@ -181,6 +184,7 @@ def test_bytes_and_bad_data_are_as_ever_where_views_are_mapped(folder: Path, map
     assert not maps
 
 
+@pytest.mark.slow
 def test_an_archive_in_a_compressed_file_is_the_same(tmp_path: Path, folder: Path) -> None:
     zipped = tmp_path / "zipped"
     zipped.mkdir()

@@ -106,6 +106,7 @@ def test_row_groups_above_the_limit_give_the_same_batches_and_are_read_once(
     assert sorted(i for batch in found for i in batch["__id__"].tolist()) == list(range(ROWS))
 
 
+@pytest.mark.slow
 def test_a_large_row_group_with_wrong_bytes_is_an_error(tmp_path: Path, small_limits: None) -> None:
     source = write_parquet(tmp_path / "data")
     manifest = sum_chunks(open_manifest(source, progress=False), progress=False)
@@ -141,6 +142,7 @@ def test_a_row_group_that_fits_neither_into_memory_nor_onto_the_disk_is_refused_
             assert why in str(refused.value)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_what_was_opened_onto_the_disk(
     tmp_path: Path, small_limits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

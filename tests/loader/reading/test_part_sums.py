@@ -79,6 +79,7 @@ def test_what_pack_writes_has_the_checksums_that_index_adds(tmp_path: Path) -> N
     assert one.parts.starts.tolist() == other.parts.starts.tolist()
 
 
+@pytest.mark.slow
 def test_a_manifest_that_an_older_penstock_wrote_is_read_with_a_warning_and_index_completes_it(tmp_path: Path) -> None:
     write(tmp_path / "data")
     assert run_index([str(tmp_path / "data")]) == 0

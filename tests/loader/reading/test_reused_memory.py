@@ -86,6 +86,7 @@ KEPT: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kept", "kind"), [*((kept, "tars") for kept in KEPT), ("views", "arrow_files"), ("Arrow arrays", "arrow_files")]
@@ -124,6 +125,7 @@ def test_memory_is_reused_within_the_budget_and_given_back_at_the_end(tars: Path
     assert BUFFERS.lent_bytes == before
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_not_lost_while_the_last_views_end(tars: Path) -> None:
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

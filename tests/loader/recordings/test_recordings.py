@@ -62,6 +62,7 @@ def test_the_audits_logs_hold_what_is_recorded(data: Path, tmp_path: Path, kind:
     assert json.loads(json.dumps(found)) == record.read("audits")[kind][f"{world_size} ranks"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", of_one.KINDS)
 def test_a_mixture_of_one_is_like_its_data_set_alone_where_it_is_recorded(data: Path, kind: str) -> None:

@@ -217,6 +217,7 @@ def test_a_pass_begun_again_is_counted_as_replayed_by_an_audit(tars, tmp_path):
     assert (account.reached, account.delivered, account.replayed) == (SAMPLES, SAMPLES, 5 + 2 * 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last_batch", ["partial", "pad"])
 @pytest.mark.parametrize("batch_size", [1, 30])
 def test_a_rank_without_samples_sees_the_fields_that_the_others_see(tars, last_batch, batch_size):

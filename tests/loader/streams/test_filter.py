@@ -72,6 +72,7 @@ def test_worker_processes_drop_the_same_samples_in_the_same_order(tars: str) -> 
         assert ids_of(threads) == ids_of(processes)
 
 
+@pytest.mark.slow
 def test_what_a_random_transform_drops_depends_on_seed_epoch_and_sample_alone(tars: str) -> None:
     def drop_some(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any] | None:
         return sample if rng.random() < 0.5 else None

@@ -83,6 +83,7 @@ def test_what_raises_is_told_on_every_rank_after_the_same_batches(tars: str, wor
         assert f"in {by}= of sample 7" in str(other)
 
 
+@pytest.mark.slow
 def test_a_chunk_that_cannot_be_read_stops_all_ranks_after_the_same_batches(tmp_path: Path) -> None:
     write_tars(tmp_path, SIZES)
     manifest = open_manifest(str(tmp_path))

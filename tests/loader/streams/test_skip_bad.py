@@ -92,6 +92,7 @@ def test_the_audit_counts_bad_samples_apart_from_dropped_ones(images: str, tmp_p
     assert report.is_exact
 
 
+@pytest.mark.slow
 def test_what_is_avoided_is_skipped_untried(images: str, tmp_path: Path) -> None:
     found = global_batches(images, 2, quarantine=tmp_path / "q")
     assert global_batches(images, 1, avoid=tmp_path / "q", max_errors=1) == found

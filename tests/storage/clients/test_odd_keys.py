@@ -107,6 +107,7 @@ def test_a_bucket_is_listed_whole_beside_a_key_that_no_store_reads(
     assert "rename them" in said
 
 
+@pytest.mark.slow
 def test_markers_of_folders_are_left_out_without_a_warning(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     with closing(open_store("s3://b/t/", storage_options=signed(bucket))) as store:
         expected = list(store.list())

@@ -150,6 +150,7 @@ def test_a_forked_child_keeps_what_it_refers_to(buffers: Buffers, allowance: All
     os.close(writer)
 
 
+@pytest.mark.slow
 def test_threads_never_share_a_buffer(buffers: Buffers, allowance: Allowance) -> None:
     wrong: list[str] = []
     handed: list[tuple[int, memoryview]] = []  # views that other threads let go of

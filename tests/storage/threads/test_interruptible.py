@@ -84,6 +84,7 @@ def uses_of_condition(condition: Condition) -> dict[str, Callable[[], None]]:
     return {"enter": enter, "wait": wait, "tell": tell}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["enter", "wait", "tell"])
 def test_a_condition_is_free_after_its_user_was_struck(strikes: Strikes, use: str) -> None:
     condition = Condition()
@@ -179,6 +180,7 @@ def test_a_thread_whose_start_was_struck_runs_or_never_began(strikes: Strikes) -
                 assert thread._ended.is_set(), f"after {strikes.count} strikes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [Thread.is_alive, partial(Thread.join, timeout=0.00005)])
 def test_a_thread_is_alive_after_whoever_asked_or_waited_was_struck(
     strikes: Strikes, use: Callable[[Thread], object]

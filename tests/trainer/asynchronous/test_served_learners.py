@@ -128,6 +128,7 @@ def train_plainly(folder: Path, batches: int, world: World, **options: Any) -> d
         return {name: one.detach().clone() for name, one in trainer.parallel.inner.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("every", [1, 4, 5])
 def test_one_learner_that_averages_is_plain_training_bit_for_bit(tmp_path: Path, world: World, every: int) -> None:
@@ -176,6 +177,7 @@ def train_naively(
     return {name: one.detach() for name, one in common.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learners", [2, 3])
 @pytest.mark.parametrize("outer", [{"rate": 0.7, "momentum": 0.9}, AVERAGE])
 def test_synchronous_learners_train_as_a_naive_loop(
@@ -190,6 +192,7 @@ def test_synchronous_learners_train_as_a_naive_loop(
     assert cluster.coordinator.consumed == 40
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bsp", "ssp(1)", "asp", "quorum(2, 0.01)"])
 @pytest.mark.parametrize(
@@ -234,6 +237,7 @@ def counts_of(recipe: Recipe, cluster: LocalCluster) -> list[float]:
     return [float(one.detach()) for one in read_model(recipe, cluster).values()]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["asp", "ssp(1)"])
 @pytest.mark.parametrize(

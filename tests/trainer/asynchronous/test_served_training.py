@@ -93,6 +93,7 @@ def train_together(recipe: Recipe, workers: int, batches: int, epochs: int = 1) 
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAMW, ADAGRAD])
 @pytest.mark.parametrize(("workers", "policy"), [(1, "bsp"), (2, "bsp"), (4, "bsp"), (2, "ssp(0)")])
 def test_synchronous_workers_train_as_one_process_bit_for_bit(
@@ -173,6 +174,7 @@ class Mortal:
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_each_batch_counts_once_though_workers_die_at_any_call(
     tmp_path: Path, clusters: list[LocalCluster], seed: int
@@ -279,6 +281,7 @@ def count_tally(recipe: Recipe, cluster: LocalCluster) -> list[float]:
     return read_model(recipe, cluster)["counts"].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_goes_on_from_a_checkpoint_that_was_taken_while_it_trained(
     tmp_path: Path, clusters: list[LocalCluster], seed: int

@@ -99,6 +99,7 @@ def train_two(recipe: Recipe, cluster: LocalCluster, second: Services) -> dict[s
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_a_worker_over_tcp_trains_as_one_that_calls_directly_bit_for_bit(tmp_path: Path, host: ServicesHost) -> None:
     recipe = recipe_of(tmp_path)
     near, cluster = cluster_of(tmp_path), cluster_of(tmp_path)

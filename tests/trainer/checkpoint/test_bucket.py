@@ -107,6 +107,7 @@ def test_the_command_line_takes_a_url(bucket: MemoryStore, tmp_path: Path, capsy
     assert "give a path there, and the URL as checkpoint.folder" in said
 
 
+@pytest.mark.slow
 def test_the_last_and_the_best_are_kept_and_a_step_saved_again_replaces_it(
     alone: World,
     bucket: MemoryStore,
@@ -122,6 +123,7 @@ def test_the_last_and_the_best_are_kept_and_a_step_saved_again_replaces_it(
     assert keys_in(bucket) == named_keys(bucket)
 
 
+@pytest.mark.slow
 def test_metrics_of_another_name_or_direction_are_not_compared(alone: World, bucket: MemoryStore) -> None:
     net, optimizer = build()
     config = make_config(bucket, keep_last=1, keep_best=1, best="min")

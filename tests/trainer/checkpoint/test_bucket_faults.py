@@ -35,6 +35,7 @@ from penstock.trainer.checkpoint.remote.staging import Staging
 pytestmark = pytest.mark.usefixtures("staging")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("victim", "how"),

@@ -108,6 +108,7 @@ def test_stagers_that_forget_after_one_use_are_made_anew(
         assert list_steps(tmp_path)[0] == 3
 
 
+@pytest.mark.slow
 def test_the_last_and_the_best_are_kept(alone: World, tmp_path: Path) -> None:
     net, optimizer = build()
     config = CheckpointConfig(folder=tmp_path, keep_last=2, keep_best=1, best="max")

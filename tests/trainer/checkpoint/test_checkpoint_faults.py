@@ -37,6 +37,7 @@ from penstock.trainer.checkpoint.folder import (
 from penstock.trainer.checkpoint.lock import LOCK_NAME
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("damaged", ["__0_0.distcp", ".metadata", "extra.json", "manifest.json", "missing", "cut"])
 def test_a_flipped_byte_in_any_file_is_detected_and_passed_over(

@@ -108,6 +108,7 @@ def dampened(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("optimizer", [nadam, dampened, Anchored, Rounded, InGroups])
@@ -120,6 +121,7 @@ def test_a_run_resumes_bit_equal_where_a_parameter_was_not_used_before(
     assert torch.equal(parts, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [nadam, dampened, Anchored])
 def test_a_save_before_the_first_step_resumes_as_a_run_that_begins(
     world: World, tmp_path: Path, optimizer: Make
@@ -166,6 +168,7 @@ def test_settings_that_a_checkpoint_lacks_or_has_in_another_form_are_those_of_no
     assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {4.0, 2.0}
 
 
+@pytest.mark.slow
 def test_another_optimizer_that_keeps_the_same_state_is_told(world: World, tmp_path: Path) -> None:
     def notes_of(optimizer: Any, steps: int) -> list[str]:
         train(world, tmp_path, lambda parameters: optimizer(parameters, lr=0.1), steps)
@@ -177,6 +180,7 @@ def test_another_optimizer_that_keeps_the_same_state_is_told(world: World, tmp_p
     assert "the optimizer is RAdam; the checkpoint had Adam" in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [(0,), (1,), (2,), (0, 2)])
 def test_groups_without_parameters_resume_wherever_they_are(
     world: World, tmp_path: Path, empty: tuple[int, ...]

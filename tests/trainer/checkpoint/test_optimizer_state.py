@@ -138,6 +138,7 @@ class Adapting(torch.optim.Optimizer):
                     parameter.mul_(1 - group["decay"] / group["k"]).sub_(parameter.grad, alpha=group["lr"] * group["d"])
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_learns_among_its_settings_resumes_bit_equal(world: World, tmp_path: Path) -> None:
     with make(world, str(tmp_path / "whole"), Adapting) as whole:
         whole.train()
@@ -240,6 +241,7 @@ def notes_of(folder: Path) -> list[str]:
     return [line["note"] for line in lines if "note" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "zero"), [*((case, zero) for case in OTHERWISE for zero in (0, 3)), ("split", 1), ("split", 2)]
 )
@@ -262,6 +264,7 @@ def test_groups_are_found_by_what_is_in_them_and_have_the_settings_that_are_give
         second.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_what_groups_have_learnt_among_their_settings_follows_their_parameters(
     world: World, tmp_path: Path, zero: int
@@ -300,6 +303,7 @@ def of_all(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "now", "zero", "of_trained_alone"),
     [

@@ -64,6 +64,7 @@ def test_a_state_that_would_come_back_otherwise_is_refused_by_its_place(
         assert trainer.progress.step == 2
 
 
+@pytest.mark.slow
 def test_a_plain_state_comes_back_as_it_was(world: World, tmp_path: Path) -> None:
     more = {
         "text": "é",

@@ -173,6 +173,7 @@ def test_as_many_of_the_best_are_kept_as_were_asked_for(world: World, tmp_path: 
     assert kept == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_of_more_metrics_than_are_kept_the_best_stay(world: World, tmp_path: Path) -> None:
     values = [0.1, 0.5, 0.3, 0.5, 0.4, 0.2, 0.6, 0.0]
     assert kept_after(world, tmp_path, "accuracy", values, 8, keep_best=3)[1] == [2, 4, 7, 8]
@@ -192,6 +193,7 @@ def test_another_metric_or_direction_forgets_what_was_the_best_by_the_one_before
     assert (summary.best, summary.best_step, kept) == (0.5, 8, [8])
 
 
+@pytest.mark.slow
 def test_patience_begins_anew_with_another_metric(world: World, tmp_path: Path) -> None:
     saves = {"every_steps": 1}
     assert evaluate_until(world, tmp_path, [3.0, 4.0, 5.0], steps=9, checkpoint=saves).steps == 3
@@ -218,6 +220,7 @@ def test_training_ends_when_patience_does_and_says_so(world: World, tmp_path: Pa
     assert "loss was not better than 1.0 (step 2) in 2 evaluations" in (tmp_path / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_patience_counts_over_restarts_and_starts_anew_with_each_better_one(world: World, tmp_path: Path) -> None:
     options = {"checkpoint": {"every_steps": 1}}
     assert evaluate_until(world, tmp_path, [3.0, 4.0], steps=2, **options).steps == 2

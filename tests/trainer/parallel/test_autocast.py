@@ -346,6 +346,7 @@ def compare(world: World, folder: str, name: str, dtype: str, tolerance: float =
 HALF = [("bf16", name) for name in ZOO] + [("fp16", name) for name in ("timed", "masked", "norms", "scaled", "judging")]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("dtype", "name"), HALF)
 def test_every_zero_stage_computes_what_autocast_makes_of_the_model(
@@ -500,6 +501,7 @@ class Written(nn.Module):
         return x.sum(1, keepdim=True)[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_sharded_modules_return_may_be_a_view_and_written_to(world: World, tmp_path: Path, dtype: str) -> None:
     compare(world, str(tmp_path), "written", dtype)

@@ -36,6 +36,7 @@ def test_what_makes_a_weight_is_no_block() -> None:
     assert find_blocks(Normed(), (), "parallel.blocks") == []
 
 
+@pytest.mark.slow
 def test_a_model_with_a_weight_norm_and_no_list_is_compiled_as_a_whole(world: World, tmp_path: Path) -> None:
     model = Normed()
     options: dict[str, Any] = {"compile": {"enabled": True, "backend": "eager"}}

@@ -295,6 +295,7 @@ def test_the_best_checkpoint_and_the_export_are_the_averages(world: World, tmp_p
     assert [line["weights"] for line in lines if line["kind"] == "evaluate"] == ["ema"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [make_net, lambda: build_on_meta(Net)], ids=["built", "meta"])
 def test_the_average_begins_with_the_weights_that_a_run_starts_from(world: World, tmp_path: Path, build: Any) -> None:
     torch.manual_seed(8)

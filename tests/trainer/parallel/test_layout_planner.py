@@ -68,6 +68,7 @@ def test_a_replica_holds_everything(work: Work) -> None:
     assert (rank.weights, rank.gradients, rank.optimizer) == (4 * NUMBERS, 4 * NUMBERS, 8 * NUMBERS)
 
 
+@pytest.mark.slow
 def test_each_zero_stage_shards_more(work: Work) -> None:
     root, block = 2 * WORDS * WIDTH + WIDTH, BLOCK + NORMS
     plans = {zero: plan_layout(work, ParallelConfig(zero=zero), 4) for zero in (0, 1, 2, 3)}

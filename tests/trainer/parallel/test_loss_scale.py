@@ -22,6 +22,7 @@ def train(world: World, folder: Path, steps: int, **scaling: Any) -> tuple[list[
     return scales, [one["note"] for one in records if one["kind"] == "note" and "precision" in one["note"]]
 
 
+@pytest.mark.slow
 def test_the_scale_goes_on_as_in_an_unbroken_run(world: World, tmp_path: Path) -> None:
     train(world, tmp_path / "run", 4)
     found = train(world, tmp_path / "run", 9)

@@ -230,6 +230,7 @@ class Rotary(nn.Module):
         return x + self.table - self.original
 
 
+@pytest.mark.slow
 def test_a_buffer_is_computed_or_assigned_by_the_initialiser(world: World, tmp_path: Path) -> None:
     def copy(name: str, module: nn.Module) -> None:
         if isinstance(module, Rotary):

@@ -52,6 +52,7 @@ def test_a_packed_document_gets_the_scores_that_it_gets_alone(device: str) -> No
         start += length
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_loaders_packed_batches_is_the_sum_of_each_documents_own(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 20, (40,), generator=generator).tolist()
@@ -147,6 +148,7 @@ def test_two_ranks_train_what_one_process_trains_in_every_way(
     assert worst <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_flops_of_grouped_heads_and_gates_are_those_of_the_formula() -> None:
     batch = {name: rows[:2] for name, rows in packed_rows().items()}
     width, kept, inner, layers, length, vocabulary = 16, 8, 24, 2, 12, 50

@@ -160,6 +160,7 @@ def test_patterns_are_checked_against_the_model(groups: list[dict[str, Any]], wo
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_a_recipe_with_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(format_toml(tables(tmp_path / "run", GROUPS)))

@@ -181,6 +181,7 @@ def digit_shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {split: str(folder / split) for split in ("train", "test")}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -296,6 +297,7 @@ def left_to_torchrun(folder: Path) -> str:
     return str(told["extraInfo"]["py_callstack"])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_printed_once_and_is_in_torchruns_summary(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], failing: Callable[[str], list[str]]
 ) -> None:

@@ -43,6 +43,7 @@ def test_a_call_of_all_ranks_by_an_observer_drops_it_and_training_goes_on(tmp_pa
         assert any(f"TrainerError: an observer calls {call}()" in note for note in notes), notes
 
 
+@pytest.mark.slow
 def test_alone_an_observer_may_evaluate_and_not_train_or_close(world: World, tmp_path: Path) -> None:
     assert train(world, str(tmp_path / "evaluate"), "evaluate") == (4, [])
     for call in ("train", "close"):

@@ -7,6 +7,7 @@ from penstock.trainer.recipes.gpt import SmallGPT, next_token_loss
 from penstock.trainer.report.flops import copy_without_data, count_flops, find_peak, peak_flops
 
 
+@pytest.mark.slow
 def test_a_transformers_flops_are_those_of_the_formula() -> None:
     width, length, layers, vocabulary = 64, 32, 3, 128
     model = SmallGPT(vocabulary, length, width, 4, layers)

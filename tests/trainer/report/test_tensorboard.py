@@ -44,6 +44,7 @@ def test_steps_that_are_made_again_after_a_restart_are_shown_once(world: World, 
     assert shown(tmp_path / "tensorboard") == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_steps_that_a_rewind_takes_back_are_not_shown(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
     for step in (1, 2, 3):

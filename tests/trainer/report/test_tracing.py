@@ -36,6 +36,7 @@ def train(world: World, folder: Path | str, profile: dict[str, Any], **options: 
         return [parameter.flatten().tolist() for parameter in trainer.parallel.inner.parameters()]
 
 
+@pytest.mark.slow
 def test_the_steps_given_are_traced_and_training_is_as_without(world: World, tmp_path: Path) -> None:
     plain = train(world, tmp_path / "plain", {})
     found = train(world, tmp_path / "traced", {"steps": ["0:1", "3:5", "5:6"]})

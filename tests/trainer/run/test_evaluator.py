@@ -49,6 +49,7 @@ def evaluations(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "evaluate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [3, 5, 6, 8])
 def test_an_evaluation_that_a_stop_left_undone_is_made_by_the_run_that_resumes(
     world: World, tmp_path: Path, last: int
@@ -61,6 +62,7 @@ def test_an_evaluation_that_a_stop_left_undone_is_made_by_the_run_that_resumes(
     assert (resumed.best, resumed.best_step, resumed.metrics) == (whole.best, whole.best_step, whole.metrics)
 
 
+@pytest.mark.slow
 def test_so_is_that_of_the_last_step_where_nothing_else_is_left_to_do(world: World, tmp_path: Path) -> None:
     whole = train(world, tmp_path / "whole", steps=6)
     train(world, tmp_path / "stopped", StoppedAfter(5), steps=6)
@@ -103,6 +105,7 @@ def test_an_epoch_that_ends_with_the_last_step_is_counted_and_evaluated(
     assert [step for step, _ in evaluations(tmp_path)] == [4, 8, 12]
 
 
+@pytest.mark.slow
 def test_so_is_one_whose_last_step_a_signal_came_before(world: World, tmp_path: Path) -> None:
     stopped = train_to_the_end_of_an_epoch(world, tmp_path, StoppedAfter(7), steps=8)
     assert (stopped.steps, stopped.stopped_early) == (8, True)

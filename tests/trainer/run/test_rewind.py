@@ -299,6 +299,7 @@ def test_going_back_is_the_same_where_norms_are_read_late(world: World, tmp_path
     assert (found[0].state, found[0].average) == (found[1].state, found[1].average)
 
 
+@pytest.mark.slow
 def test_a_spike_with_a_norm_that_is_read_late_stops_a_run_that_stops_at_nan(world: World, tmp_path: Path) -> None:
     def before(trainer: DistributedTrainer) -> None:
         read_late(trainer)

@@ -44,12 +44,14 @@ def test_without_a_checkpoint_it_is_said_and_training_goes_on_or_stops(
     assert run.rewinds == 0
 
 
+@pytest.mark.slow
 def test_spikes_can_be_noted_alone(world: World, tmp_path: Path) -> None:
     run = train(world, tmp_path, steps=18, bad=batches_to_rows(14), spike={**SPIKE, "on_spike": "note"})
     assert len(run.steps) == 18
     assert notes(tmp_path).count("step 14: the loss") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on_nan", "rewinds"), [("skip", 0), ("rewind", 1)])
 def test_a_loss_that_is_not_finite_is_skipped_or_rewound_as_asked(
     world: World, tmp_path: Path, on_nan: str, rewinds: int
@@ -70,6 +72,7 @@ def test_a_loss_that_is_not_finite_is_skipped_or_rewound_as_asked(
         assert "sample ids [30, 31, 32, 33, 34, 35]" in record["why"]
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_rewound_and_never_saved(world: World, tmp_path: Path) -> None:
     def spoil(trainer: DistributedTrainer) -> None:
         def burst(optimizer: torch.optim.Optimizer, *_: Any) -> None:

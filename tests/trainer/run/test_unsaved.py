@@ -81,6 +81,7 @@ def test_so_are_they_on_several_ranks(tmp_path: Path, options: dict[str, Any]) -
     assert len(notes(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_save_at_every_step_tells_at_the_second(world: World, tmp_path: Path) -> None:
     train(world, str(tmp_path), Counting("added"), checkpoint={"every_steps": 1}, steps=1)
     assert notes(tmp_path) == []

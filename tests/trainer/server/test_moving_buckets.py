@@ -79,6 +79,7 @@ def finish(cluster: Cluster, clients: list[ServerClient]) -> None:
     cluster.tick()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     ACTIONS,
@@ -160,6 +161,7 @@ def contents(bucket: Bucket) -> Any:
     return bucket.version, bucket.sequences, bucket.clocks, bucket.settled, bucket.counted, pieces, tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_replicated", [False, True])
 @pytest.mark.parametrize("policy", [Bsp(), Asp(), Ssp(2)], ids=str)
 def test_versions_optimizer_state_and_sequences_move_with_a_bucket(policy: AnyPolicy, is_replicated: bool) -> None:

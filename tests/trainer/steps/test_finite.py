@@ -142,6 +142,7 @@ class Causal(nn.Module):
         return torch.softmax(y[:, None] + self.mask, -1).sum(1) + y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_frozen_mask_of_infinities_is_saved_and_a_weight_beside_it_that_is_not_finite_is_refused(
     world: World, tmp_path: Path, zero: int

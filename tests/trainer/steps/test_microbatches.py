@@ -53,6 +53,7 @@ def test_the_largest_that_fits_is_found_in_few_tries(limit: int, most: int) -> N
     assert limit == 0 or min(asked) >= min(most, limit) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
@@ -82,6 +83,7 @@ def test_the_largest_that_fits_trains_bit_for_bit_as_the_same_size_given(
     assert "microbatches of 5 rows fit, 6 do not; batches have 16 rows. Batch norms (norm)" in told
 
 
+@pytest.mark.slow
 def test_cut_batches_have_the_gradient_of_whole_ones(world: World, tmp_path: Path) -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:

@@ -75,6 +75,7 @@ def test_the_best_the_newest_or_any_step_is_exported(trained: States, tmp_path: 
         assert (output / "model.safetensors").stat().st_mode == usual.stat().st_mode
 
 
+@pytest.mark.slow
 def test_the_layout_of_hugging_face_is_cut_renamed_and_starts_a_run_again(
     trained: States, world: World, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from penstock.loader.decoding.images.jpeg_stream import plain_jpeg
 from penstock.loader.decoding.images.regions import Region
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["chw", "hwc"])
 def test_regions_flips_and_order_are_those_of_the_cpu(pictures, codec, layout):
     decoder = RANDOM | {"layout": layout}
@@ -40,6 +41,7 @@ def test_regions_flips_and_order_are_those_of_the_cpu(pictures, codec, layout):
     assert min(codec.calls) >= 4  # by batches, of which some rows are not for the device
 
 
+@pytest.mark.slow
 def test_a_centre_crop_is_close_to_the_cpus(pictures, codec):
     decoder = {"size": 48, "crop": "center"}
     both = (batches(pictures, on_device=on, decoder=decoder, shuffle=False) for on in (False, True))
@@ -79,6 +81,7 @@ def test_one_sample_is_decoded_on_the_cpu_and_a_peek_is_the_first_batch(pictures
         assert isinstance(loader.dataset[3]["jpg"], np.ndarray)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last_batch", ["pad", "partial"])
 def test_a_last_batch_that_is_not_full_is_that_of_the_cpu(pictures, codec, last_batch):
     for one, other in zip(
@@ -88,6 +91,7 @@ def test_a_last_batch_that_is_not_full_is_that_of_the_cpu(pictures, codec, last_
         assert one["__id__"].tolist() == other["__id__"].tolist()
 
 
+@pytest.mark.slow
 def test_images_are_decoded_in_groups_of_bounded_size(pictures, codec, monkeypatch):
     expected = batches(pictures, on_device=True)
     codec.calls.clear()
@@ -99,6 +103,7 @@ def test_images_are_decoded_in_groups_of_bounded_size(pictures, codec, monkeypat
     assert all(torch.equal(one["jpg"], other["jpg"]) for one, other in zip(expected, grouped, strict=True))
 
 
+@pytest.mark.slow
 def test_a_group_is_resized_by_one_call(pictures, codec, monkeypatch):
     calls = []
 

@@ -123,6 +123,7 @@ def test_sources_that_are_worked_on_in_other_ways_stay_with_the_threads(
         assert loader.metrics().decode_processes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
@@ -145,6 +146,7 @@ def test_who_says_what_decodes_or_brings_code_gets_no_processes(folder: str, opt
         assert not [thread for thread in started_threads() if "worker" in thread.name]
 
 
+@pytest.mark.slow
 def test_who_reads_little_starts_none(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "_BEGIN_AFTER", 10_000)
     with load(folder) as loader:

@@ -28,6 +28,7 @@ def values_of(block: Block, name: str) -> list[Any]:
     return column.values.tolist() if isinstance(column, ArrayColumn) else column.take(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("row_group_size", "compression"),

@@ -320,6 +320,7 @@ def test_any_rows_read_as_python_reads_them(tmp_path: Path, rows: list[dict[str,
             assert same(value, row.get(name)), (value, row.get(name))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(values, max_size=4).map(lambda some: [infer_type(value) for value in some])))
 def test_the_order_of_shards_does_not_change_types(groups: list[list[Any]]) -> None:
@@ -339,6 +340,7 @@ def test_lines_are_found_as_splitting_finds_them(data: bytes) -> None:
     assert [lines[index] for index in range(len(lines))] == [line for line in data.split(b"\n") if line.strip()]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from("xyz"), nested_values(min_keys=1), max_size=3), min_size=1, max_size=8))
 def test_types_are_the_same_with_arrow_and_line_by_line(rows: list[dict[str, Any]]) -> None:

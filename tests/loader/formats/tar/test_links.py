@@ -220,6 +220,7 @@ def test_a_sample_that_was_appended_anew_is_told_once_and_both_are_read(
     assert [(flaw.shard, flaw.kind) for flaw in flaws] == [(f"more-{name}", "Doubtful"), (name, "Doubtful")]
 
 
+@pytest.mark.slow
 def test_keys_that_come_again_are_found_however_far_apart_and_in_any_number_of_fields(tmp_path: Path) -> None:
     rng = random.Random(3)
     for _ in range(60):

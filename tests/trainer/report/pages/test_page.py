@@ -249,6 +249,7 @@ def test_a_page_needs_nothing_else_and_what_was_recorded_is_no_markup(tmp_path: 
     assert not re.search(r"<script|<link|<img|<iframe|@import|url\(|https?://", page)
 
 
+@pytest.mark.slow
 def test_a_real_run_and_its_resume_are_drawn(world: World, tmp_path: Path) -> None:
     report = {"every": 1, "quiet": True, "flops_per_sample": 24.0, "peak_flops": 1e9}
     for last in (4, 8):

@@ -72,6 +72,7 @@ def make_status(rank: int = 0, world_size: int = 1, **values: Any) -> RankStatus
     return RankStatus(rank=rank, world_size=world_size, **{**start, **values})
 
 
+@pytest.mark.slow
 def test_a_rank_tells_of_itself_while_it_trains_and_how_it_ended(world: World, tmp_path: Path, table: Path) -> None:
     seen: list[RankStatus] = []
 
@@ -280,6 +281,7 @@ def test_a_device_tells_its_utilisation_and_power_where_its_driver_does(monkeypa
     assert measure_gpu(torch.device("cpu")) == {}
 
 
+@pytest.mark.slow
 def test_a_timeline_is_recorded_when_it_is_asked_for_and_once(world: World, tmp_path: Path, table: Path) -> None:
     answers: list[Any] = []
 
