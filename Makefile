@@ -104,7 +104,7 @@ $(VENV)/.demo: EXTRAS := demo
 $(VENV)/.demo-ray: EXTRAS := demo,ray
 $(VENV)/.demo-ray: HOLDS := $(VENV)/.demo
 # Of the tests of MDS; no extra has it, as pyproject.toml explains.
-$(VENV)/.test $(VENV)/.lint: BESIDES := 'mosaicml-streaming>=0.11'
+$(VENV)/.test $(VENV)/.lint: BESIDES := 'mosaicml-streaming>=0.11; python_version < "3.14"'
 $(VENV)/.test: EXTRAS := test
 $(VENV)/.test: HOLDS := $(VENV)/.demo $(VENV)/.demo-ray
 $(VENV)/.lint: EXTRAS := test,lint
