@@ -349,13 +349,7 @@ class RowJob:
     def fields(self) -> dict[str, Any]:
         """Get the values of each field, one a row, as batches have them; after ``finish``."""
         images = self._images
-        return {
-            # first what a batch may have hundreds of
-            n: torch.from_numpy(of_field)
-            if isinstance(of_field, np.ndarray) and n not in images
-            else _collate(of_field, is_image=n in images)
-            for n, of_field in self.results.values.items()
-        }
+        return {n: _collate(of_field, is_image=n in images) for n, of_field in self.results.values.items()}
 
     def columns(self) -> dict[str, Any]:
         """Get the values as ``fields`` does, for a batch that also has other rows: non-arrays stay as in samples."""
@@ -396,7 +390,7 @@ def _in_layout(values: list[Any], *, is_image: bool) -> list[Any]:
 
 
 def _collate(values: ResultValues, *, is_image: bool) -> Any:
-    if isinstance(values, np.ndarray):
+    if isinstance(values, np.ndarray):  # first: a batch may have hundreds
         return images_to_tensor(values) if is_image else torch.from_numpy(values)
     if isinstance(values, ByteViews):
         return values
