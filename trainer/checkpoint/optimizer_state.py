@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -16,6 +17,7 @@ from ..parallel.precision import local_part
 
 OPTIMIZER = "optimizer"
 _NAMED = 3
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -122,17 +124,33 @@ def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
 def _weights_kept(optimizer: Optimizer) -> Iterator[None]:
     """Undo what torch does to weights where it makes an empty optimizer's state by a step.
 
-    Its rate is 0 then and its gradients are zeros, but not every optimizer leaves weights alone at that.
+    Its rate is 0 then and its gradients are zeros, but not every optimizer leaves weights alone at that. The step calls
+    no hooks, and what the optimizer counts in attributes of its own stays.
     """
     weights = [local_part(weight.detach()) for group in optimizer.param_groups for weight in group["params"]]
     before = [] if optimizer.state else [weight.clone() for weight in weights]
-    with ExitStack() as stack:
-        known = signature(optimizer.step).parameters
-        if "closure" not in known and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-            stepped = optimizer.step  # torch gives a closure, None, by name
-            vars(optimizer)["step"] = lambda closure=None: stepped()
-            stack.callback(vars(optimizer).pop, "step")
+    own, step = vars(optimizer), optimizer.step
+    known = signature(step).parameters
+    takes_closure = "closure" in known or any(one.kind is one.VAR_KEYWORD for one in known.values())
+
+    def step_unnoticed(closure: None = None) -> None:  # torch gives a closure, None, by name
+        kept = {name: value for name, value in own.items() if name not in ("state", "param_groups")}
+        own.update({name: OrderedDict() for name in _HOOKS if name in own})
+        try:
+            step(closure=None) if takes_closure else step()
+        finally:
+            own.update(kept)
+            for name in own.keys() - kept.keys() - {"state", "param_groups"}:
+                del own[name]
+
+    patched = own.get("step")
+    own["step"] = step_unnoticed
+    try:
         yield
+    finally:
+        own.pop("step")
+        if patched is not None:
+            own["step"] = patched
     for weight, kept in zip(weights, before, strict=False):
         weight.copy_(kept)
 

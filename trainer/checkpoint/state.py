@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
 from ..errors import CheckpointError, CheckpointMismatchError
+from ..parallel.ema import bare_name
 from ..parallel.pipeline.names import StageNames
 from .groups import collect_groups, describe_differing, describe_saved_groups, find_group
 from .optimizer_state import (
@@ -104,7 +105,7 @@ def restore_state(
     rate, for formats in which it had the model, and for what was trained then and is frozen now, or the other way.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is of another model or optimizer; nothing was changed.
+        CheckpointMismatchError: the checkpoint is of another model or optimizer.
     """
     metadata = open_reader(folder).read_metadata()
     found = _describe_wanted(folder, model, optimizer, metadata, stages)
@@ -115,6 +116,7 @@ def restore_state(
     packed = found.wanted.get(SETTINGS)
     given_then = None if packed is None else unpack_settings(packed)
     saved_groups = collect_groups(found.wanted[OPTIMIZER]["param_groups"], metadata)
+    _refuse_untied(folder, model, [name for group in saved_groups for name in group["params"]])
     groups = [find_group(group, saved_groups, given_then) for group in described["param_groups"]]
     names = [list(group["params"]) for group in described["param_groups"]]
     described["param_groups"] = [{**group.settings, "params": own} for group, own in zip(groups, names, strict=True)]
@@ -223,6 +225,7 @@ def _describe_wanted(
     never_stepped = drop_unsaved(optimizer_state, stepped)
     frozen = find_frozen(optimizer, optimizer_state, stepped)
     _refuse_other(folder, MODEL, {f"{MODEL}.{key}": value for key, value in model_state.items()}, metadata, elsewhere)
+    _refuse_untied(folder, model, stepped)
     state = {
         f"{OPTIMIZER}.state.{parameter}.{name}": value
         for parameter, tensors in optimizer_state["state"].items()
@@ -370,6 +373,20 @@ def _refuse_other(
             f"{folder} is of another {part}: {'; '.join(differences[:_NAMED_DIFFERENCES])}{more}; "
             f"build the {part} that was saved, or give another checkpoint folder"
         )
+
+
+def _refuse_untied(folder: Path, model: nn.Module, trained: Collection[str]) -> None:
+    """Refuse a model in which one weight has two names that were two weights, each ``trained``, in the checkpoint."""
+    names: dict[int, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        if bare_name(name) in trained:
+            names.setdefault(id(one), []).append(bare_name(name))
+    for tied in names.values():
+        if len(tied) > 1:
+            raise CheckpointMismatchError(
+                f"{folder} is of another model: {' and '.join(tied[:_NAMED_DIFFERENCES])} are one weight here, and "
+                "were trained apart there; build the model that was saved, or give another checkpoint folder"
+            )
 
 
 def describe_conversions(model_state: Mapping[str, object], prefix: str, metadata: Metadata) -> list[str]:

@@ -28,7 +28,7 @@ from ..steps.finite import find_infinite_constants, refuse_weights
 from ..stopwatch import Stopwatch
 from ..weights.model_config import keep_model_config
 from ..weights.warm_start import load_weights
-from .unsaved import UnsavedBuffers
+from .unsaved import Unsaved
 
 if TYPE_CHECKING:
     from ..diloco.learners import Learners
@@ -63,7 +63,7 @@ class Saver:
         self._settle = settle
         self._given = copy_settings(optimizer)
         self._saved: tuple[int, Any, float | None] | None = None  # the last save's step, progress and metric
-        self._unsaved = UnsavedBuffers(parallel.inner)
+        self._unsaved = Unsaved(parallel.inner, optimizer)
         self._constants: frozenset[str] = frozenset()
         self.ema = None if config.ema.decay is None else WeightEma(parallel.inner, config.ema)
         self.averager: PeriodicAverager | None = None
@@ -170,8 +170,7 @@ class Saver:
         """
         if self.checkpointer is None:
             return
-        changed = self._unsaved.describe_changed(step)
-        if changed is not None:
+        for changed in self._unsaved.describe_changed(step):
             self._recorder.note(changed)
         state = state | {"optimizer": type(self._optimizer).__name__}
         more: dict[str, Any] = {}

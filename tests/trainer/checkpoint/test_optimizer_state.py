@@ -101,6 +101,47 @@ def test_an_optimizer_that_ignores_its_rate_resumes_bit_equal(world: World, tmp_
         assert torch.equal(weights_of(second), expected)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps no state, and divides its rate by the number of its steps."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / self.steps)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_saves_and_resumes_call_no_hooks_of_an_optimizer_and_count_no_steps(
+    world: World, tmp_path: Path, zero: int
+) -> None:
+    called: list[str] = []
+
+    def hooked(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        made = Counting(parameters, lr=0.1)
+        made.register_step_pre_hook(lambda *_: called.append("before"))
+        made.register_step_post_hook(lambda *_: called.append("after"))
+        return made
+
+    found = []
+    for name, every in (("plain", 0), ("saved", 1)):
+        options = {"checkpoint": {"every_steps": every}, "parallel": {"zero": zero}}
+        with make(world, str(tmp_path / name), hooked, **options) as trainer:
+            trainer.train()
+            assert trainer.optimizer.steps == 4  # type: ignore[attr-defined]
+            found.append(weights_of(trainer).tolist())
+    assert found[0] == found[1]
+    assert called == ["before", "after"] * 8
+    with make(world, str(tmp_path / "saved"), hooked, parallel={"zero": zero}) as trainer:
+        assert trainer.progress.step == 4
+        assert trainer.optimizer.steps == 0  # type: ignore[attr-defined]
+    assert called == ["before", "after"] * 8
+
+
 def adam(**settings: Any) -> Callable[..., torch.optim.Optimizer]:
     return lambda parameters: torch.optim.AdamW(parameters, lr=0.1, **settings)
 
@@ -374,3 +415,30 @@ def test_parameters_that_are_grouped_otherwise_keep_their_state_and_take_the_gro
             assert all(map(torch.equal, found, expected))
             groups = trainer.optimizer.param_groups
             assert [(len(group["params"]), group["lr"]) for group in groups] == [(first, 0.1), (4 - first, 0.02)]
+
+
+class Pair(torch.nn.Module):
+    """Two layers of one weight, or of two."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.first, self.last = Line().line, Line().line
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_weights_that_were_trained_apart_do_not_resume_as_one(
+    world: World, tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    for folder, before, now in (("apart", False, True), ("tied", True, True), ("untied", True, False)):
+        with make(world, str(tmp_path / folder), kind, Pair(tied=before)) as trainer:
+            trainer.train()
+        if before:
+            make(world, str(tmp_path / folder), kind, Pair(tied=now)).close()
+            continue
+        with pytest.raises(CheckpointMismatchError, match=r"first\.weight and last\.weight are one weight here"):
+            make(world, str(tmp_path / folder), kind, Pair(tied=now))

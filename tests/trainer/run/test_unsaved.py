@@ -51,9 +51,26 @@ class Caching(nn.Module):
         return self.line(x) * self.made * self.grown[0]
 
 
+class CountingSgd(torch.optim.SGD):
+    """Divides its rate by the number of its steps, which it keeps as an attribute."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.data.sub_(one.grad, alpha=group["lr"] / self.steps)
+
+
+def counting_sgd(parameters: Any) -> CountingSgd:
+    return CountingSgd(parameters, lr=0.1)
+
+
 def notes(folder: Path) -> list[str]:
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [one["note"] for one in records if one["kind"] == "note" and "persistent" in one["note"]]
+    return [one["note"] for one in records if one["kind"] == "note" and "training changes" in one["note"]]
 
 
 def train(world: World, folder: str, model: nn.Module, **options: Any) -> None:
@@ -73,6 +90,12 @@ def test_buffers_that_training_changes_and_no_checkpoint_holds_are_named_once(
     train(world, str(tmp_path), Counting(how))
     assert len(notes(tmp_path)) == 1
     assert "they are registered with persistent=False: seen. A resumed run" in notes(tmp_path)[0]
+
+
+def test_so_are_numbers_that_an_optimizer_keeps_as_attributes(world: World, tmp_path: Path) -> None:
+    train(world, str(tmp_path), Line(), optimizer=counting_sgd)
+    assert len(notes(tmp_path)) == 1
+    assert "attributes of optimizer=CountingSgd that no checkpoint has: steps. A resumed" in notes(tmp_path)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"parallel": {"zero": 3}}])
