@@ -210,7 +210,8 @@ class DistributedTrainer:
                     stopped = self._end_epoch()
                     continue
                 if not self._has_checked_peers:
-                    check_peers(batches[0], self.mesh)
+                    if problem := check_peers(batches[0], self.mesh):
+                        self._recorder.note(problem)
                     self._has_checked_peers = True
                 self.stopwatch.enter("microbatches")
                 microbatches = self._microbatches.make(batches, self._recorder.note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -112,3 +113,27 @@ def train_twice(world: World, folder: str) -> list[tuple[int, int]]:
 
 def test_all_ranks_end_where_they_were_done(tmp_path: Path) -> None:
     assert run_ranks(train_twice, 2, str(tmp_path)) == [[(4, 1)] * 2] * 2
+
+
+def train_on(world: World, folder: str, kind: str) -> list[str]:
+    rows = torch.arange(24.0).reshape(12, 2)
+    batches: list[Any] = {
+        "same": [{"x": rows}],
+        "shared": [{"x": rows[world.rank :: 2]}],
+        "sparse": [{"x": rows, "y": torch.eye(12).to_sparse(), "z": torch.ones(12, dtype=torch.complex64).conj()}],
+        "empty": [{"x": rows[:0]}, {"x": rows}],
+    }[kind]
+    with make_trainer(world, folder, batches, steps=1) as trainer:
+        trainer.train()
+    path = Path(folder) / "metrics.jsonl"
+    records = map(json.loads, path.read_text().splitlines()) if world.is_first else []
+    return [one["note"] for one in records if one["kind"] == "note" and "the same first batch" in one["note"]]
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("same", True), ("sparse", True), ("shared", False), ("empty", False)])
+def test_a_loader_that_gives_all_ranks_the_same_samples_is_noted(tmp_path: Path, kind: str, is_told: bool) -> None:
+    notes = run_ranks(train_on, 2, str(tmp_path), kind)[0]
+    assert len(notes) == is_told
+    if is_told:
+        assert notes[0].startswith("all 2 ranks got the same first batch")
+        assert notes[0].endswith("DistributedSampler with num_replicas=2 and rank=world.rank")

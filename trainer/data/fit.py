@@ -12,6 +12,8 @@ from ..errors import TrainerConfigError
 from ..ranks.mesh import Mesh
 from .batches import list_tensors, sample_ids
 
+_NOTHING = "nothing"
+
 
 def check_share(loader: Any, mesh: Mesh, key: str = "loader") -> None:
     """Refuse a loader that shares out samples over ranks where these are parts of replicas, as far as it tells.
@@ -35,17 +37,17 @@ def check_share(loader: Any, mesh: Mesh, key: str = "loader") -> None:
             )
 
 
-def check_peers(batch: Any, mesh: Mesh) -> None:
-    """See that the ranks of a replica got the same batch, as far as they should; a collective.
+def check_peers(batch: Any, mesh: Mesh) -> str | None:
+    """See that the ranks of a replica got the same batch, as far as they should, and replicas others; a collective.
 
     Ranks that differ in ``tp`` alone need the same tensors. Stages may have other fields, and cuts of a sequence other
-    tokens: of these the sample ids are compared, where a loader adds them.
+    tokens: of these the sample ids are compared, where a loader adds them. Returns a note if all replicas got the same.
 
     Raises:
         TrainerConfigError: on every rank, naming two that differ.
     """
-    if not mesh.is_spread:
-        return
+    if mesh.world.world_size == 1:
+        return None
     ids = sample_ids(batch)
     own = (_digest(batch), None if ids is None else _digest(torch.tensor(ids)))
     everyones: list[tuple[str, str | None]] = [own] * mesh.world.world_size
@@ -64,12 +66,31 @@ def check_peers(batch: Any, mesh: Mesh) -> None:
                     "mesh.replicas by mesh.replica, or give penstock's loader mesh=mesh.device_mesh, and seed what it "
                     "draws alike on ranks of a replica"
                 )
+    return _describe_same([whole for whole, _ in everyones], mesh)
+
+
+def _describe_same(digests: list[str], mesh: Mesh) -> str | None:
+    """A sentence for a loader that knows no ranks, as a list or a DataLoader without a sampler of its own."""
+    places = [mesh.sizes.place(rank) for rank in range(len(digests))]
+    parts = {(place["pp"], place["cp"], place["tp"], digest) for place, digest in zip(places, digests, strict=True)}
+    if mesh.replicas == 1 or _NOTHING in digests or len(parts) > mesh.replica_ranks:
+        return None
+    who = "replicas" if mesh.is_spread else "ranks"
+    return (
+        f"all {mesh.replicas} {who} got the same first batch, so that each sample may be trained on, and counted, "
+        f"{mesh.replicas} times: share the samples out, as penstock's loader does, or torch's DistributedSampler with "
+        f"num_replicas={mesh.replicas} and rank={'mesh.replica' if mesh.is_spread else 'world.rank'}"
+    )
 
 
 def _digest(batch: Any) -> str:
     mixed = hashlib.sha256()
-    for tensor in list_tensors(batch):
-        values = tensor.detach().cpu().contiguous()
+    # Nested, sparse and other kinds of tensors have no bytes to compare.
+    tensors = [one for one in list_tensors(batch) if type(one) is torch.Tensor and one.layout is torch.strided]
+    if not any(tensor.numel() for tensor in tensors):
+        return _NOTHING
+    for tensor in tensors:
+        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         mixed.update(f"{values.dtype} {tuple(values.shape)} ".encode())
         mixed.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     return mixed.hexdigest()
