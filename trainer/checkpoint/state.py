@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
@@ -72,7 +73,7 @@ def gather_state(
     described = describe_optimizer(model, optimizer)
     refuse_unreadable_values(optimizer, described["state"])
     return {
-        MODEL: pack_extra_state(get_model_state_dict(model)),
+        MODEL: pack_extra_state(describe_model(model)),
         OPTIMIZER: described if stages is None else stages.describe_whole(described),
         RANKS: {str(rank): dict(rank_state or {})},
         **({UNSTEPPED: True} if described["state"] and not optimizer.state else {}),
@@ -137,11 +138,39 @@ def restore_state(
     return Restored(notes=notes, groups=tuple(group.numbers for group in groups))
 
 
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state dict; it may leave out what is frozen, which then is as the model is built.
+
+    Raises:
+        CheckpointError: it leaves out what is trained, or gives other names.
+    """
+    what = "the model's state_dict()"
+    cure = "and a run could not resume from it; give every trained parameter there, by its own name"
+    try:
+        state: dict[str, Any] = get_model_state_dict(model)
+    except AttributeError as exc:  # torch looks each name up
+        raise CheckpointError(f"{what} has names that are not those of its modules ({exc}), {cure}") from exc
+    saved: dict[int, bool] = {}
+    names: dict[int, str] = {}
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, one in bare.named_parameters(remove_duplicate=False):
+        if one.requires_grad:
+            names.setdefault(id(one), bare_name(name))
+            saved[id(one)] = saved.get(id(one), False) or bare_name(name) in state
+    lacking = [names[key] for key, is_saved in saved.items() if not is_saved]
+    if lacking:
+        more = f" and {len(lacking) - _NAMED_DIFFERENCES} more" if len(lacking) > _NAMED_DIFFERENCES else ""
+        raise CheckpointError(
+            f"{what} leaves out {', '.join(lacking[:_NAMED_DIFFERENCES])}{more}, which training changes, {cure}"
+        )
+    return state
+
+
 def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
     """Load what ``get_model_state_dict`` returned, with other values."""
-    # Not strict: a batch norm of another stage, which has no buffers here, adds one to a state without its version.
-    found = set_model_state_dict(model, state, options=StateDictOptions(strict=False))
-    assert not found.missing_keys, f"{found.missing_keys} are the model's and not in its own state"
+    # Not strict: a batch norm of another stage, which has no buffers here, adds one to a state without its version, and
+    # a model may leave out what is frozen.
+    set_model_state_dict(model, state, options=StateDictOptions(strict=False))
 
 
 def find_needs(
@@ -378,7 +407,8 @@ def _refuse_other(
 def _refuse_untied(folder: Path, model: nn.Module, trained: Collection[str]) -> None:
     """Refuse a model in which one weight has two names that were two weights, each ``trained``, in the checkpoint."""
     names: dict[int, list[str]] = {}
-    for name, one in model.named_parameters(remove_duplicate=False):
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    for name, one in bare.named_parameters(remove_duplicate=False):
         if bare_name(name) in trained:
             names.setdefault(id(one), []).append(bare_name(name))
     for tied in names.values():

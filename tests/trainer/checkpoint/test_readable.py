@@ -86,6 +86,51 @@ def test_extra_state_that_cannot_be_pickled_is_refused_by_module(world: World, t
         trainer.train()
 
 
+class Chosen(torch.nn.Module):
+    """A frozen part and a trained one, of which its state dict gives what ``keeps`` says, after ``prefix``."""
+
+    def __init__(self, keeps: str, prefix: str = "") -> None:
+        super().__init__()
+        self.frozen, self.trained, self.keeps, self.prefix = Line(), Line(), keeps, prefix
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(self.frozen(x))
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        whole = super().state_dict(*args, **options)
+        return {self.prefix + name: one for name, one in whole.items() if name.startswith(self.keeps)}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_state_dict_may_leave_out_what_is_frozen(world: World, tmp_path: Path, zero: int) -> None:
+    found = []
+    for folder, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        with make(world, str(tmp_path / folder), Chosen("trained"), steps, zero=zero) as trainer:
+            trainer.train()
+            weight = next(trainer.parallel.inner.trained.parameters())  # type: ignore[operator,union-attr]
+            found.append(getattr(weight, "full_tensor", lambda weight=weight: weight)().tolist())
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("keeps", "prefix", "message"),
+    [
+        ("frozen", "", r"state_dict\(\) leaves out trained.line.weight, trained.line.bias, which training changes"),
+        ("", "net.", r"state_dict\(\) has names that are not those of its modules \(.*'net'"),
+    ],
+)
+def test_a_state_dict_that_lacks_what_is_trained_is_refused_at_the_first_save(
+    world: World, tmp_path: Path, keeps: str, prefix: str, message: str
+) -> None:
+    with (
+        make(world, str(tmp_path), Chosen(keeps, prefix), 3) as trainer,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        trainer.train()
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
 def keep_list(state: dict[Any, Any], parameter: Any) -> None:
     state[parameter]["history"] = [torch.ones(1)]
 

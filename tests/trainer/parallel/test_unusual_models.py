@@ -204,6 +204,24 @@ def test_a_parameter_without_elements_is_refused_where_it_cannot_be_sharded(worl
     make_trainer(world, str(tmp_path), model=model).close()
 
 
+def wrapped() -> nn.Module:
+    return nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+
+
+def wrapped_inside() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), wrapped())
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(wrapped, "model is"), (wrapped_inside, "module '1' of model=Sequential is")]
+)
+def test_a_model_that_exchanges_its_gradients_already_is_refused(make: Callable[[], nn.Module], what: str) -> None:
+    step, message = refusals(make, {})
+    assert step == -1
+    assert message.startswith(f"{what} wrapped in DistributedDataParallel already")
+    assert "give the bare module" in message
+
+
 @pytest.mark.parametrize(
     ("optimizer", "zero", "cure"),
     [

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from ...errors import TrainerConfigError
@@ -28,6 +29,13 @@ def check_trainable(model: nn.Module) -> None:
     """Refuse what is not a model, or has nothing to train."""
     if not isinstance(model, nn.Module):
         raise TrainerConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module; give one")
+    wrapped = [name for name, one in model.named_modules() if isinstance(one, DistributedDataParallel)]
+    if wrapped:
+        what = f"module {wrapped[0]!r} of model={type(model).__name__}" if wrapped[0] else "model"
+        raise TrainerConfigError(
+            f"{what} is wrapped in DistributedDataParallel already, and the trainer exchanges gradients itself; give "
+            "the bare module"
+        )
     lazy = [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]
     if lazy:
         raise TrainerConfigError(
