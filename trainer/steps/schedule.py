@@ -119,7 +119,8 @@ class Schedule:
         """Set every group's rate for 0-based update ``update``.
 
         Raises:
-            TrainerConfigError: something else has set a rate, which this would write over, or has added a group.
+            TrainerConfigError: something else has set a rate, which this would write over, or has added a group; or the
+                schedule's own function returned what is no factor.
         """
         self._check_groups()
         factor = self._factor(update) * self._batch_factor
@@ -189,7 +190,17 @@ class Schedule:
     def _factor(self, update: int) -> float:
         if self._shape is None or update < self._config.warmup_steps:
             return rate_factor(self._config, update, self._total)
-        return float(self._shape(update, self._total))
+        found = self._shape(update, self._total)
+        try:
+            factor = float(found)
+        except (TypeError, ValueError):
+            factor = math.nan
+        if not 0.0 <= factor < math.inf:
+            raise TrainerConfigError(
+                f"schedule.shape={self._config.shape!r} returned {found!r} for update {update} of {self._total}; it "
+                "must return a factor on the rate: a finite number, 0 or more"
+            )
+        return factor
 
     @staticmethod
     def _import_shape(path: str) -> Shape:

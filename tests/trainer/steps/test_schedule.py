@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,18 @@ from penstock.trainer.steps.schedule import Schedule, rate_factor
 
 def halve(update: int, total: int) -> float:
     return 0.5 if update >= total // 2 else 1.0
+
+
+def climb(update: int, total: int) -> float:
+    return 1.0 - update
+
+
+def lose(update: int, total: int) -> float:
+    return float("nan") if update else 1.0
+
+
+def forget(update: int, total: int) -> float | None:
+    return None if update == 2 else 0.0
 
 
 def make_schedule(config: ScheduleConfig, *, total: int = 100, batch: int | None = None) -> Schedule:
@@ -137,3 +150,15 @@ def test_a_warm_up_longer_than_the_run_is_refused_where_the_length_is_known(
 def test_a_shape_that_is_not_callable_is_refused() -> None:
     with pytest.raises(TrainerConfigError, match="is not callable"):
         make_schedule(ScheduleConfig(shape="math:pi"))
+
+
+@pytest.mark.parametrize(("name", "last", "found"), [("climb", 2, "-1.0"), ("lose", 1, "nan"), ("forget", 2, "None")])
+def test_a_function_that_returns_no_factor_is_refused_with_the_update(name: str, last: int, found: str) -> None:
+    schedule = make_schedule(ScheduleConfig(shape=f"test_schedule:{name}"))
+    for update in range(last):
+        schedule.set_rates(update)
+    message = (
+        f"schedule.shape='test_schedule:{name}' returned {found} for update {last} of 100; it must return a factor"
+    )
+    with pytest.raises(TrainerConfigError, match=re.escape(message)):
+        schedule.set_rates(last)
