@@ -118,10 +118,6 @@ def _traffic(name: str, one: RankStatus) -> str:
     return _bytes(one.traffic.get(name))
 
 
-def _bound(one: RankStatus) -> str:
-    return shown(_BOUND.get(one.bottleneck, one.bottleneck))[:18]
-
-
 def _columns(view: View) -> list[_Column]:
     """The columns that have something to tell of this run."""
     ranks = view.ranks

@@ -110,11 +110,6 @@ class Reshaping:
             return {"kind": FILTER}
         return {"kind": PACKING, "packing": packing[0].fingerprint, "unit": packing[1]}
 
-    @property
-    def asks_about_all(self) -> bool:
-        """Return whether ``keep=`` is asked about whatever fields are delivered."""
-        return self.sieve is not None and self.sieve.columns is None
-
     def columns_to_read(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
         """Choose the decoded ``columns``, and those that ``keep=`` needs. Raises ConfigError where one is unknown."""
         if self.sieve is not None and self.sieve.columns is None and self.packer is not None:

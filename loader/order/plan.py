@@ -347,10 +347,6 @@ class Segments:
             slot=np.append(self.slot, others.slot),
         )
 
-    def of_step(self, step: int) -> Segments:
-        """Those of one step, which becomes step 0."""
-        return self.of_steps(step, step + 1)
-
     def of_steps(self, start: int, stop: int) -> Segments:
         """Those of some steps, of which the first becomes step 0."""
         cut = slice(*np.searchsorted(self.step, [start, stop]).tolist())
@@ -363,13 +359,9 @@ def rank_segments(
     rank: int,
     world_size: int,
     weights: Sequence[float] | None = None,
-    cuts: IntArray | None = None,
 ) -> Segments:
-    """One rank's share of consecutive global batches whose positions begin and end at ``bounds`` (steps + 1,).
-
-    ``cuts`` are those of ``share_bounds`` if not given.
-    """
-    return column_segments(lane_offsets(bounds, turns), rank, world_size, weights, cuts)
+    """One rank's share of consecutive global batches whose positions begin and end at ``bounds`` (steps + 1,)."""
+    return column_segments(lane_offsets(bounds, turns), rank, world_size, weights)
 
 
 def column_segments(
@@ -410,6 +402,7 @@ _MANY_CHUNKS_A_LANE = 4  # from here on a permutation of chunks mixes well by it
 _HELD_BYTES = 64 << 20  # a data set that any rank may hold whole
 _MOST_PIECES = 1 << 20  # bounds the memory of an order: 8 bytes a piece in each of three arrays
 _WINDOW_ROWS = 4096
+_MIXED_CHUNKS, _LANE_BYTES = 64, 64 << 20  # of the windows of whole chunks
 
 
 def choose_order(
@@ -464,16 +457,14 @@ def auto_piece(*, shuffle: bool, lanes: int, num_chunks: int, num_samples: int, 
     return -(-num_samples // _MOST_PIECES)
 
 
-def auto_window(
-    *, lanes: int, mean_chunk_bytes: float, piece: int = 0, pool_chunks: int = 64, lane_bytes: int = 64 << 20
-) -> int:
+def auto_window(*, lanes: int, mean_chunk_bytes: float, piece: int = 0) -> int:
     """Pieces to mix in a lane.
 
-    Whole chunks: enough for all lanes together to mix about ``pool_chunks``, within about ``lane_bytes`` a lane. Ranges
-    of rows, which the permutation has mixed already: as many as are worth planning at once.
+    Whole chunks: enough for all lanes together to mix about 64, within about 64 MiB a lane. Ranges of rows, which the
+    permutation has mixed already: as many as are worth planning at once.
     """
     if piece:
         return max(1, _WINDOW_ROWS // piece)
-    by_mixing = max(2, pool_chunks // lanes)
-    by_memory = int(lane_bytes // max(1.0, mean_chunk_bytes))
+    by_mixing = max(2, _MIXED_CHUNKS // lanes)
+    by_memory = int(_LANE_BYTES // max(1.0, mean_chunk_bytes))
     return max(1, min(by_mixing, by_memory, 8))

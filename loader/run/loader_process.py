@@ -94,7 +94,6 @@ class Server:
         self._sent = 0
         self._warned: list[Warned] = []
         self._sender: Thread | None = None
-        self._timeline: Timeline | None = None
         self._changing = threading.Lock()
         self._filling = threading.Lock()  # held while a slot is filled, and before the other
         warnings.simplefilter("default")

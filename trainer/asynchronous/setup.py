@@ -101,7 +101,7 @@ def make_schema(model: nn.Module) -> Schema:
     )
 
 
-def make_server_config(recipe: Recipe, model: nn.Module, *, run: str, token: str = "") -> ServerConfig:
+def make_server_config(recipe: Recipe, model: nn.Module, *, run: str) -> ServerConfig:
     """Make what the shards of a run agree on."""
     options = recipe.trainer.server
     is_learned = recipe.trainer.parallel.mode == "diloco"
@@ -132,7 +132,6 @@ def make_server_config(recipe: Recipe, model: nn.Module, *, run: str, token: str
         dense=dense,
         rows=rows,
         scales_by_staleness=options.scales_by_staleness,
-        token=token,
     )
 
 

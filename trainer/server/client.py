@@ -202,25 +202,13 @@ class ServerClient:
         finally:
             self._own_kept()
 
-    def begin_push(
-        self,
-        tensors: Mapping[str, Tensor],
-        rows: Rows | None = None,
-        *,
-        weight: float = 1.0,
-        rate: float | None = None,
-    ) -> None:
-        """Keep a copy of gradients for the next ``flush``."""
-        self._prepare(tensors, rows or {}, weight, rate, is_shared=True)
-        self._own_kept()
-
     def _prepare(
         self,
         tensors: Mapping[str, Tensor],
         rows: Rows,
         weight: float,
         rate: float | None,
-        only: Collection[int] | None = None,
+        only: Collection[int] | None,
         *,
         is_shared: bool,
     ) -> None:

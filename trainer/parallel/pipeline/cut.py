@@ -58,27 +58,25 @@ def cut_model(model: nn.Module, stages: Sequence[str | Sequence[str]], count: in
     return _cut_at(model, [str(one) for one in stages]) if True in kinds else _cut_by_lists(model, stages)
 
 
-def split_evenly(model: nn.Module, count: int, cost: Mapping[str, float] | None = None) -> list[str]:
-    """Names of the modules that stages after the first begin with, such that the costliest stage costs least.
+def split_evenly(model: nn.Module, count: int) -> list[str]:
+    """Names of the modules that stages after the first begin with, such that the largest has fewest parameters.
 
     A cut is possible before each item of the outermost lists and sequences of modules, and before what comes after
-    these. ``cost`` has the cost of units by name, as ``measure_units`` finds it; without, it is their parameters.
+    these.
     """
     candidates = list_units(model)
-    if cost is None:
-        modules = dict(model.named_modules())
-        cost = {name: float(sum(one.numel() for one in modules[name].parameters())) for name in candidates}
-    weights = [cost.get(name, 0.0) for name in candidates]
+    modules = dict(model.named_modules())
+    sizes = [sum(one.numel() for one in modules[name].parameters()) for name in candidates]
     if len(candidates) < count:
         raise TrainerConfigError(
             f"parallel.pp: the model has {len(candidates)} modules in a row that could be stages, and {count} stages "
             "are asked for; use fewer, or name modules with parallel.stages"
         )
-    sums = [0.0, *accumulate(weights)]
-    # least[k][n]: the cost of the costliest of k stages over the first n modules, and where the last of them begins
-    least: list[list[tuple[float, int]]] = [[(total, 0) for total in sums]]
+    sums = [0, *accumulate(sizes)]
+    # least[k][n]: the size of the largest of k stages over the first n modules, and where the last of them begins
+    least = [[(total, 0) for total in sums]]
     for stage in range(1, count):
-        row = [(float("inf"), 0)] * len(sums)
+        row = [(sums[-1] + 1, 0)] * len(sums)
         for stop in range(stage + 1, len(sums)):
             row[stop] = min((max(least[-1][at][0], sums[stop] - sums[at]), at) for at in range(stage, stop))
         least.append(row)
