@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from torch import nn
 
+from ....storage.suggestions import list_some
 from ...errors import TrainerConfigError
 from ...options import suggest
 
@@ -167,9 +168,8 @@ def _cut_by_lists(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
             )
     left = [name for name in own if _stage_of(name, listed, -1) < 0]
     if left:
-        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         raise TrainerConfigError(
-            f"parallel.stages leaves out {', '.join(left[:_SHOWN])}{more}; name each, or its module, for one stage"
+            f"parallel.stages leaves out {list_some(left, _SHOWN)}; name each, or its module, for one stage"
         )
     units = {name: listed[name] for name in modules if name in listed}
     inside = {name: _stage_of(name, listed, 0) for name in own}
