@@ -43,27 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _may_be_cut_off():
             command = read_command(sys.argv[1:] if arguments is None else arguments)
+            command.check()
             recipe = command.recipe
-            recipe.check()
-            if not command.plan and (command.ranks != 1 or command.memory is not None):
-                raise RecipeError("--ranks and --memory say what --plan plans for; add --plan, or leave them out")
-            is_served = recipe.trainer.parallel.uses_servers
-            if not is_served and (command.workers, command.shards) != (1, 1):
-                raise RecipeError(
-                    "--workers and --shards are of parallel.mode='parameter_server'; set that, or leave them out"
-                )
-            if command.plan and is_served and recipe.trainer.parallel.mode == "diloco":
-                raise RecipeError(
-                    "--plan plans for the ranks of a launcher, and with parallel.diloco.over='server' learners are "
-                    "started; plan one learner, with parallel.mode='allreduce' and --ranks of its ranks"
-                )
-            if command.address is not None and not command.ray:
-                raise RecipeError("--address without --ray, which it is for; add that")
-            if not is_served and command.ray:
-                raise RecipeError(
-                    "--ray is for parallel.mode='parameter_server'; add --trainer.parallel.mode=parameter_server, or "
-                    "leave it out"
-                )
             if command.dry_run:
                 print(format_toml(recipe.describe()).strip())
                 return 0
@@ -71,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print_plan(recipe, ranks=command.ranks, memory=command.memory)
                 return 0
         is_alike = False
-        if is_served:
+        if recipe.trainer.parallel.uses_servers:
             return EXIT_STALLED if train_asynchronously(command) else 0
         world = open_world(device=recipe.trainer.device)
         prepare_data(recipe, world)
