@@ -245,7 +245,7 @@ class DistributedDataLoader(Generic[BatchT]):
             avoid=avoid,
         )
         counters = Counters()
-        sources = self._resources.store = open_sources(config, counters)
+        sources = self._resources.sources = open_sources(config, counters)
         self._run = Run(config, sources, make_sampler(config, sources), self._resources, counters)
         self._view: DatasetView | None = None
         self._run.join(self._attempt)

@@ -79,7 +79,7 @@ class Server:
 
     def __init__(self, work: Work, feed: socket.socket, board: Board) -> None:
         config, counters, resources = work.config, Counters(), Resources()
-        sources = resources.store = open_sources(config, counters)
+        sources = resources.sources = open_sources(config, counters)
         self._run = run = Run(config, sources, make_sampler(config, sources), resources, counters)
         self._packing = [counters, *run.reading.counts] if config.packs else []
         self._packed = [dict.fromkeys(PACKED, 0) for _ in self._packing]
@@ -285,7 +285,7 @@ class Server:
 
     def _report(self) -> None:
         run = self._run
-        pipeline, store = run.resources.pipeline, run.resources.store
+        pipeline, sources = run.resources.pipeline, run.resources.sources
         totals = run.counters.totals().to_dict()
         for name in (*_BY_THE_LOOP, *PACKED):
             del totals[name]
@@ -293,7 +293,7 @@ class Server:
         activity: Mapping[str, Any] = {}
         if pipeline is not None and not pipeline.is_stopped:
             levels, activity = asdict(pipeline.levels()), pipeline.activity()
-            running, limit = count_running(store)
+            running, limit = count_running(sources)
             levels |= {"running_requests": running, "request_limit": limit}
         with self._changing:
             report = Report(
@@ -301,7 +301,7 @@ class Server:
                 sent=self._sent,
                 totals=totals,
                 estimates=self._estimate(),
-                store=count_store(store),
+                store=count_store(sources),
                 levels=levels,
                 activity=activity,
             )
