@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError
 from ..formats.schema import NULL_SUFFIX, names_read, null_marks
-from ..order.state import PACKING
+from ..order.state import FILTER, PACKING
 from ..packing.config import Packing
 from ..pipeline.tuning import mean_row_bytes
 from .checks import check_names
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..packing.packer import Packer
     from .costs import CostArguments
     from .keep import KeepChoice, Sieve
-
-FILTER = "filter"
 
 
 @dataclass(frozen=True, slots=True)

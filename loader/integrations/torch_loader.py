@@ -110,8 +110,7 @@ class _Batches(Dataset[Any]):
         self._loaded: int | None = None
 
     def __len__(self) -> int:
-        dataset = getattr(self._loader, "dataset", None)  # a mixture has none
-        return len(self._loader) * self._loader.global_batch_size if dataset is None else len(dataset)
+        return len(self._loader.dataset)
 
     def __getitem__(self, step: int) -> Any:
         if step != self._next:
