@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .packing.config import Packing
     from .ranks.model_parallel import FieldsByStage, SequenceCut
     from .ranks.naming import Attempt
+    from .reading.bad.chunks import BadChunk
     from .reading.bad.file import Paths, Quarantined
-    from .reading.bad.quarantine import BadChunk
     from .views.samples import DatasetView
 
 

@@ -31,7 +31,7 @@ from .kind_rows import AnyRows, RowKinds
 from .look_ahead import Ahead, LookAhead
 
 if TYPE_CHECKING:
-    from ..reading.bad.quarantine import ReplacesChunks
+    from ..reading.bad.chunks import ReplacesChunks
     from ..sampler.sampler import Sampler
     from ..sources.kinds import Kind
     from ..sources.sources import Sources

@@ -13,8 +13,8 @@ from ..columns import KEY_COLUMN, AnyArray, Block
 from ..errors import DatasetError, DecodeError
 from ..order.permutation import IntArray, permutation, random_numbers, stream_key
 from ..order.spans import ChunkRows
+from ..reading.bad.chunks import DATA_ERRORS
 from ..reading.bad.file import Quarantined
-from ..reading.bad.quarantine import DATA_ERRORS
 from .byte_views import ByteViews
 from .gather import gather
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..pipeline.assembler import Assembler, Equipment, Start
     from ..pipeline.beside.requests import Known
     from ..ranks.ledger import Ledgers
-    from ..reading.bad.quarantine import BadChunk
+    from ..reading.bad.chunks import BadChunk
     from ..reading.bad.samples import BadNews, BadSamples
     from ..sources.kinds import Kind
     from ..sources.quarantine import Quarantine

@@ -15,7 +15,7 @@ from ..config.reshaping import fields_of_rows
 from ..decoding.gather import gather
 from ..errors import ConfigError, LoaderClosedError, MemoryLimitError
 from ..order.spans import ChunkRows
-from ..reading.bad.quarantine import DATA_ERRORS
+from ..reading.bad.chunks import DATA_ERRORS
 from .kinds import Kind, group_kinds
 
 if TYPE_CHECKING:
