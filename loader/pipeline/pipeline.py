@@ -23,9 +23,10 @@ from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
 from ..reading.chunk_memory import Leases
 from ..reading.chunk_reader import ChunkReader
-from .assembler import Assembler, Delivery, DeliveryQueue, Equipment, Start
+from .assembler import Assembler, Equipment, Start
 from .autotune import Sums, Tuner
 from .delivery_log import pair_replaced
+from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from .resources import Resources
 from .run import Run
 
 if TYPE_CHECKING:
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
     from ..pipeline.pipeline import Pipeline
 
 _REPORT_S = 0.05

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..order.costs.costs import SampleCosts
     from ..order.costs.steps import Steps
     from ..order.outputs import Cursors
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
     from ..ranks.ledger import EpochLedger, Ledgers
     from ..sources.sources import OpenSource, Sources
 
