@@ -275,9 +275,9 @@ def make_local(samples: list[Any]) -> Any:
 def test_a_bad_sample_of_a_batch_that_cannot_be_sent_is_told_before_the_error(tars, quickly):
     options = {"collate": make_local, "with_ids": False, "transform": row_functions.fail_at_seven, "shuffle": False}
     with open_loader(tars, on_error="replace", **options) as loader:
-        with pytest.warns(BadSampleWarning, match="seven is not wanted"):
-            with pytest.raises(ConfigError, match="a batch cannot be sent"):
-                next(iter(loader))
+        told = pytest.warns(BadSampleWarning, match="seven is not wanted")
+        with told, pytest.raises(ConfigError, match="a batch cannot be sent"):
+            next(iter(loader))
         assert [bad.id for bad in loader.bad_samples] == [7]
 
 
