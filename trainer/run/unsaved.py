@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ...storage.suggestions import list_some
 from ..parallel.ema import bare_name
 
 _NAMED = 5
@@ -46,9 +45,10 @@ class UnsavedBuffers:
         ]
         if not changed:
             return None
+        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         return (
             "training changes buffers that no checkpoint has, because they are registered with persistent=False: "
-            f"{list_some(changed, _NAMED)}. A resumed run starts with fresh ones and may differ from an "
+            f"{', '.join(changed[:_NAMED])}{more}. A resumed run starts with fresh ones and may differ from an "
             "unbroken run. Leave persistent=False out, unless forward computes them from each batch alone"
         )
 
