@@ -24,7 +24,7 @@ from .ranks.world import World, close_world, open_world
 from .recipes.command_line import Command, read_command
 from .recipes.parameter_groups import freeze_parameters
 from .recipes.plan import print_plan
-from .recipes.recipe import Component, Recipe, format_toml
+from .recipes.recipe import Component, Recipe, format_toml, opened
 from .report.progress import Summary
 from .reproducibility import seed_all
 from .trainer import DistributedTrainer
@@ -176,9 +176,9 @@ def train_recipe(recipe: Recipe, world: World) -> Summary:
     seed_all(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
     model = recipe.make_model()
     freeze_parameters(model, recipe.groups)
-    with _opened(place_data(recipe.data, mesh).make()) as loader:
+    with opened(place_data(recipe.data, mesh).make()) as loader:
         evaluation_source = place_data(recipe.evaluation_data, mesh).make() if recipe.evaluation_data else None
-        with _opened(evaluation_source) as evaluation_batches:
+        with opened(evaluation_source) as evaluation_batches:
             evaluation = (
                 Evaluation(batches=evaluation_batches, metrics=recipe.evaluation.resolve(2))
                 if recipe.evaluation
@@ -210,15 +210,6 @@ def place_data(data: Component, mesh: Mesh) -> Component:
         if all(map(data.takes, given)):
             return replace(data, args={**data.args, **given})
     return data
-
-
-@contextmanager
-def _opened(source: Any) -> Iterator[Any]:
-    try:
-        yield source
-    finally:
-        if hasattr(source, "close"):
-            source.close()
 
 
 if __name__ == "__main__":
