@@ -24,7 +24,7 @@ import numpy as np
 
 from ..errors import ConfigError, PartitionError
 from .cached import cached_property
-from .permutation import IntArray, permutation, stream_key
+from .permutation import FOR_CHUNKS, FOR_WINDOWS, IntArray, permutation, stream_key
 from .selecting import Parts, Selection, lay_rows
 from .window import LaneWindow, Pieces, cut_into_pieces
 
@@ -104,8 +104,6 @@ class Share:
 _MASK = (1 << 64) - 1
 # Far beyond any use: more lanes would be arrays that no machine holds, larger numbers would not fit into int64.
 _MOST = {"lanes": 1 << 20, "window": 1 << 40, "piece": 1 << 40}
-# What a stream of random numbers is used for: a part of its key, so that no two uses share a stream.
-_FOR_CHUNKS, _FOR_WINDOWS = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,7 @@ def piece_order(num_pieces: int, order: Order, epoch: int) -> IntArray:
     """The pieces of an epoch in the order in which they are laid end to end: (num_pieces,) int64."""
     if not order.shuffle:
         return np.arange(num_pieces, dtype=np.int64)
-    return permutation(num_pieces, stream_key(_FOR_CHUNKS, order.seed, epoch))
+    return permutation(num_pieces, stream_key(FOR_CHUNKS, order.seed, epoch))
 
 
 def bit_reverse(values: IntArray, bits: int) -> IntArray:
@@ -283,7 +281,7 @@ class EpochPlan:
             chunks=chunks,
             first_rows=first_rows,
             bounds=edges - edges[0],
-            key=stream_key(_FOR_WINDOWS, self.order.seed, self.epoch, lane, index) if is_mixed else None,
+            key=stream_key(FOR_WINDOWS, self.order.seed, self.epoch, lane, index) if is_mixed else None,
             selected=selected,
         )
 
