@@ -13,7 +13,7 @@ import torch
 
 from ..storage.observability.timeline import Timeline, write_chrome_trace
 from .config.checks import LastBatch, PlaceChoice, SampleWeights, check_at_least
-from .config.foreign import refuse_foreign
+from .config.foreign import NoItems, refuse_foreign
 from .config.loader_config import LoaderConfig
 from .counters import Counters
 from .decoding.row_work import BatchT
@@ -21,7 +21,6 @@ from .errors import ConfigError
 from .ranks.attempts import tell_of_failure
 from .run.assembly import make_sampler
 from .run.batch_iterator import BatchIterator
-from .run.no_items import NoItems
 from .run.resources import Resources
 from .run.run import Run
 from .sources.opening import open_sources

@@ -24,11 +24,6 @@ def replace_closed_outputs() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - for the whole process
 
 
-def can_start_python() -> bool:
-    """Return whether ``sys.executable`` is a Python: an application that Python is part of would be started again."""
-    return Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
-
-
 def abort_connections() -> None:
     """Have all TCP connections of this process reset when it ends, which it should do right after this.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ...storage.process import can_start_python
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
-from ..limits import parse_bytes, usable_cores, usable_memory
+from ..limits import can_start_python, parse_bytes, usable_cores, usable_memory
 from ..pipeline.tuning import TuningChoice
 from ..ranks.detect import local_world_size
 from .checks import check_at_least

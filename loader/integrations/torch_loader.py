@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ..config.foreign import NoItems
 from ..errors import ConfigError
 from ..order.state import unseal
-from ..run.no_items import NoItems
 
 if TYPE_CHECKING:
     from ..data_loader import DistributedDataLoader

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from ...storage.process import can_start_python
 from ..decoding.values import IMAGE_EXTENSIONS
 from ..errors import ConfigError
+from ..limits import can_start_python
 
 if TYPE_CHECKING:
     from ..config.loader_config import LoaderConfig
