@@ -183,7 +183,8 @@ def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
             f"their disk hang. {ending}"
         ).rstrip()
     if not ranks:
-        return f"No rank writes its state here: report.status_s is off, or they write elsewhere. {ending}".rstrip()
+        why = "report.status_s is off, they write elsewhere, or the run is over a parameter server without --ray"
+        return f"No rank writes its state here: {why}. {ending}".rstrip()
     return ending or "The run has ended."
 
 
