@@ -23,7 +23,7 @@ from ..trainer.report.status.rank_status import FOLDER, RankStatus, Silence, fin
 from ..trainer.report.status.servers import read_servers
 from ..trainer.report.status.survey import Survey, survey
 from ..trainer.report.status.timelines import LONGEST_S, ask_for_timeline, take_parts, withdraw
-from .common import Flag, console, format_count, parse, print_json
+from .common import Flag, console, format_count, local_path, parse, print_json
 from .keys import Keys
 from .screen import shown
 from .top_servers import ServersView
@@ -68,11 +68,11 @@ class TopArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(TopArguments, "top", arguments)
-    path = Path(given.run)
+    path = local_path(given.run, "RUN")
     if given.timeline is None and given.seconds != TopArguments.seconds:
         raise ConfigError("--seconds without --timeline, which it is for; add that")
     if given.timeline is not None:
-        return _record_timeline(_find_run(path), Path(given.timeline), given.seconds)
+        return _record_timeline(_find_run(path), local_path(given.timeline, "--timeline"), given.seconds)
     servers = look_at_servers(path)
     if servers is not None and (given.json or given.once or not sys.stdout.isatty()):
         _show_servers(servers, as_json=given.json)
