@@ -41,7 +41,8 @@ _PATIENCE_S = 15.0  # for ranks to notice a request, and to write their answer; 
 @dataclass(frozen=True, kw_only=True)
 class TopArguments:
     """Show the ranks of a training run live: rates, waits, phases, memory; who is slowest, what bounds it and what to
-    change. Of a run over a parameter server, its shards and workers: versions, bytes, who is behind and who waits.
+    change. Of a run over a parameter server on Ray, its shards and workers: versions, bytes, who is behind and who
+    waits.
 
     Each rank writes a small file into the run's output_dir; where nodes share no disk, a node shows its own ranks.
     It waits for a run that has not begun, and shows it until its training ends. q or Ctrl-C ends the view, and the run
