@@ -193,20 +193,22 @@ class Server:
     def _send(self, pipeline: Pipeline, free: queue.SimpleQueue[int | None]) -> None:
         """Put deliveries into free slots, in order, until the pipeline ends or fails."""
         while (number := free.get()) is not None:
+            news: News | None = None
             try:
                 item = pipeline.get()
                 with self._filling:
                     if free is not self._free:
                         return
                     item = self._follow(item)
-                frame = self._frame_of(item)
+                news = self._take_news()
+                frame = self._frame_of(item, news)
                 kind = BATCH
                 if not item.is_end:
                     self._run.counters.add(batches=1, samples=len(item.ids))
             except BaseException as exc:  # noqa: BLE001 - raised where the loop waits for this batch
                 if isinstance(exc, LoaderClosedError) and pipeline.is_stopped:
                     return
-                frame, kind = Frame((describe_failure(exc), self._take_news()), None), FAILED
+                frame, kind = Frame((describe_failure(exc), news or self._take_news()), None), FAILED
             with self._filling:
                 if free is not self._free:
                     return
@@ -237,8 +239,7 @@ class Server:
         unsized = sampler.schedule.unsized
         return item if unsized is None else replace(item, cursors=unsized.cursors_after(item))
 
-    def _frame_of(self, item: Delivery) -> Frame:
-        news = self._take_news()
+    def _frame_of(self, item: Delivery, news: News) -> Frame:
         try:
             return Frame((replace(item, batch=None), news), item.batch)
         except MemoryError as exc:
