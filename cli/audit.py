@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ..tools.audit import AuditReport, audit
 from ..tools.mixed_audit import MixtureAccount
-from .common import Flag, parse, print_json
+from .common import Flag, local_path, parse, print_json
 from .screen import console, print_grid
 
 
@@ -51,7 +51,7 @@ _RARE = {
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(AuditArguments, "audit", arguments)
-    report = audit(given.folder)
+    report = audit(local_path(given.folder, "FOLDER"))
     if given.json:
         print_json(dataclasses.asdict(report) | {"ok": report.is_exact})
     else:

@@ -22,7 +22,7 @@ from ..loader.errors import ConfigError
 from ..storage.files import write_output
 from ..storage.urls import without_password
 from . import bench_field
-from .common import Flag, OptionalNumber, SourceArguments, console, parse, print_json, to_json
+from .common import Flag, OptionalNumber, SourceArguments, console, local_path, parse, print_json, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,19 +125,20 @@ def run(arguments: Sequence[str]) -> int:
     screen = console()
     with _status() as say:
         result = bench(config, command=_without_secrets(arguments), say=say)
-    if given.out is not None:
-        write_output(given.out, f"{to_json(result)}\n".encode())
-    if given.plot is not None:
-        plot_ratios([result], given.plot)
     if given.json:
         print_json(result)
     else:
         print_result(result, screen)
+    if given.out is not None:  # last: what was measured is seen where it cannot be written
+        write_output(given.out, f"{to_json(result)}\n".encode())
+    if given.plot is not None:
+        plot_ratios([result], given.plot)
     return 0
 
 
 def _refuse_unwritable(option: str, out: Path) -> None:
     """Make the folder of a file. Raises ConfigError where it cannot be written, before anything is measured for it."""
+    local_path(out, option)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:

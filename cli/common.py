@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -190,6 +191,21 @@ def parse_options(pairs: Sequence[str], option: str = "--storage-option") -> dic
             raise ConfigError(f"{option} number {number} is not of the form KEY=VALUE")
         options[key] = value
     return options
+
+
+_URL = re.compile(r"([A-Za-z][\w+.-]+):/{1,2}[^/]")  # of two slashes a Path makes one
+
+
+def local_path(given: str | Path, name: str) -> Path:
+    """The path of a file or folder of this machine.
+
+    Raises:
+        ConfigError: it is a URL, of which the message has no more than the scheme: it may hold a password.
+    """
+    found = _URL.match(str(given))
+    if found is not None and not Path(f"{found[1]}:").exists():
+        raise ConfigError(f"{name} is a path on this machine, and a URL was given ({found[1]}://...); give a path")
+    return Path(given)
 
 
 def choose_cluster(ray: bool, address: str | None) -> str | None:

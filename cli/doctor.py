@@ -14,7 +14,7 @@ from ..loader.errors import ConfigError
 from ..tools.doctor.checks import Finding, diagnose, worst
 from ..tools.doctor.probes import examine
 from ..tools.doctor.ranks import count_ranks, diagnose_together, is_first_here
-from .common import Flag, StorageOptions, parse, parse_options, print_json
+from .common import Flag, StorageOptions, in_option_words, parse, parse_options, print_json
 from .screen import Screen, console, shown, wrapped
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -70,7 +70,10 @@ def run(arguments: Sequence[str]) -> int:
         if rank != 0 and not ranks.problem:
             # Every rank of a host finds the same: the first of each, and rank 0 what all measured, decide the code.
             return 0
-    findings = diagnose(facts)
+    findings = [
+        dataclasses.replace(one, found=in_option_words(one.found), mend=in_option_words(one.mend))
+        for one in diagnose(facts)
+    ]
     level = worst([*findings, *(finding for _, theirs in others for finding in theirs)])
     if given.json:
         print_json(_plain(findings, others) | {"result": level})

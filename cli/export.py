@@ -17,7 +17,7 @@ from ..trainer.errors import TrainerConfigError
 from ..trainer.weights.export import Export, count_bytes, export_run
 from ..trainer.weights.names import check_rules
 from ..trainer.weights.run_folder import Step
-from .common import Flag, console, fact_table, format_bytes, format_count, format_seconds, parse, print_json
+from .common import Flag, console, fact_table, format_bytes, format_count, format_seconds, local_path, parse, print_json
 
 _SHOWN = 10
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -77,6 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     given = parse(ExportArguments, "export", arguments)
     if not given.output:
         raise ConfigError("--output is empty; give a folder to be made")
+    output = local_path(given.output, "--output")
     step, limit = _read_step(given.step), _read_size(given.max_shard_size)
     check_rules("--rename", given.rename)
     if given.format != "hf" and given.max_shard_size != "5GB":
@@ -85,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
     with show_progress("exporting", count_bytes(given.run, step, given.weights), unit="B") as advance:
         result = export_run(
             given.run,
-            given.output,
+            output,
             step=step,
             weights=given.weights,
             format=given.format,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -15,7 +14,7 @@ from ..trainer.errors import TrainerError
 from ..trainer.report.pages.page import render_page
 from ..trainer.report.pages.run_log import find_log, read_run
 from ..trainer.report.pages.summary import describe_state, summarize
-from .common import Flag, console, fact_table, format_bytes, format_count, parse, print_json
+from .common import Flag, console, fact_table, format_bytes, format_count, local_path, parse, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +38,12 @@ class ReportArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(ReportArguments, "report", arguments)
-    path = find_log(Path(given.run))
+    path = find_log(local_path(given.run, "RUN"))
     log, now_s = read_run(path), time.time()
     if given.json:
         print_json(summarize(log, now_s))
         return 0
-    output = path.with_name("report.html") if given.output is None else Path(given.output)
+    output = path.with_name("report.html") if given.output is None else local_path(given.output, "--output")
     page = render_page(log, title=path.resolve().parent.name, now_s=now_s).encode("utf-8", "backslashreplace")
     try:
         write_output(output, page)

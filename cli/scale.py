@@ -15,7 +15,7 @@ from ..trainer.errors import TrainerError
 from ..trainer.report.status.rank_status import FOLDER
 from ..trainer.report.status.scaling import Answer, Wanted, ask_to_scale, read_answer, withdraw_request
 from ..trainer.report.status.servers import FINAL, read_servers
-from .common import Flag, format_count, parse, print_json
+from .common import Flag, format_count, local_path, parse, print_json
 
 _PATIENCE_S = 120.0  # for a run to notice the request: it may be waiting for a process that starts anew
 _GRACE_S = 3.0  # for one that says that it has ended, and may be starting again
@@ -48,7 +48,7 @@ class ScaleArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(ScaleArguments, "scale", arguments)
-    folder = Path(given.run)
+    folder = local_path(given.run, "RUN")
     if given.workers is None and given.shards is None:
         raise ConfigError("give --workers or --shards, or both: the numbers that the run is to have")
     for name, count in (("workers", given.workers), ("shards", given.shards)):

@@ -82,7 +82,7 @@ def print_grid(
     if sum(widths) + _GAP * (len(widths) - 1) > screen.width:
         print_columns(screen, header, list(rows), styles=styles)
         return
-    table = _table(sum(widths) + _GAP * len(widths))
+    table = _table(sum(widths) + _GAP * (len(widths) - 1))
     for name in header:
         table.add_column(Text(shown(name)), justify="right", no_wrap=True)
     for number, row in enumerate(rows):
@@ -104,7 +104,7 @@ def print_columns(
             stop += 1
         if first:
             screen.print()
-        table = _table(start + sum(widths[first:stop]))
+        table = _table(start + sum(widths[first:stop]) - _GAP)
         table.add_column(Text(labels[0], style="cyan"), style="cyan", no_wrap=True)
         for column in columns[first:stop]:
             table.add_column(Text(shown(column[0])), justify="right", no_wrap=True)
@@ -120,7 +120,7 @@ def print_columns(
 
 def _table(width: int) -> Table:
     """A table of that width, even where the terminal is narrower: else rich would cut what is in its cells."""
-    return Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", width=width)
+    return Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold", width=width)
 
 
 def heading(text: str) -> Text:

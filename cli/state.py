@@ -14,7 +14,7 @@ from ..loader.order.selecting import Subset
 from ..loader.order.state import LoaderState
 from ..storage.suggestions import did_you_mean
 from ..tools.state_file import StateFile, count_epoch, read_state_file, skip_in_state, write_state_file
-from .common import Flag, OptionalNumber, parse, print_json
+from .common import Flag, OptionalNumber, local_path, parse, print_json
 from .screen import console, fact_table
 
 FileName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _show(arguments: Sequence[str]) -> None:
     given = parse(ShowArguments, "state show", arguments)
-    file = read_state_file(given.file)
+    file = read_state_file(local_path(given.file, "FILE"))
     if given.json:
         print_json(_plain(file, file.state))
     else:
@@ -119,7 +119,7 @@ def _skip(arguments: Sequence[str]) -> None:
         raise ConfigError("give --batches N with --global-batch-size G, or --samples N")
     if (given.batches is None) != (given.global_batch_size is None):
         raise ConfigError("--batches and --global-batch-size go together; a state knows no batch size")
-    file = read_state_file(given.file)
+    file = read_state_file(local_path(given.file, "FILE"))
     moved = skip_in_state(
         file.state,
         samples=given.samples,

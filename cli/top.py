@@ -23,7 +23,7 @@ from ..trainer.report.status.rank_status import FOLDER, RankStatus, Silence, fin
 from ..trainer.report.status.servers import read_servers
 from ..trainer.report.status.survey import Survey, survey
 from ..trainer.report.status.timelines import LONGEST_S, ask_for_timeline, take_parts, withdraw
-from .common import Flag, console, format_count, parse, print_json
+from .common import Flag, console, format_count, local_path, parse, print_json
 from .keys import Keys
 from .screen import shown
 from .top_servers import ServersView
@@ -41,7 +41,8 @@ _PATIENCE_S = 15.0  # for ranks to notice a request, and to write their answer; 
 @dataclass(frozen=True, kw_only=True)
 class TopArguments:
     """Show the ranks of a training run live: rates, waits, phases, memory; who is slowest, what bounds it and what to
-    change. Of a run over a parameter server, its shards and workers: versions, bytes, who is behind and who waits.
+    change. Of a run over a parameter server on Ray, its shards and workers: versions, bytes, who is behind and who
+    waits.
 
     Each rank writes a small file into the run's output_dir; where nodes share no disk, a node shows its own ranks.
     It waits for a run that has not begun, and shows it until its training ends. q or Ctrl-C ends the view, and the run
@@ -68,11 +69,11 @@ class TopArguments:
 
 def run(arguments: Sequence[str]) -> int:
     given = parse(TopArguments, "top", arguments)
-    path = Path(given.run)
+    path = local_path(given.run, "RUN")
     if given.timeline is None and given.seconds != TopArguments.seconds:
         raise ConfigError("--seconds without --timeline, which it is for; add that")
     if given.timeline is not None:
-        return _record_timeline(_find_run(path), Path(given.timeline), given.seconds)
+        return _record_timeline(_find_run(path), local_path(given.timeline, "--timeline"), given.seconds)
     servers = look_at_servers(path)
     if servers is not None and (given.json or given.once or not sys.stdout.isatty()):
         _show_servers(servers, as_json=given.json)
@@ -183,7 +184,8 @@ def _explain(folder: Path, ranks: Sequence[RankStatus], found: Survey) -> str:
             f"their disk hang. {ending}"
         ).rstrip()
     if not ranks:
-        return f"No rank writes its state here: report.status_s is off, or they write elsewhere. {ending}".rstrip()
+        why = "report.status_s is off, they write elsewhere, or the run is over a parameter server without --ray"
+        return f"No rank writes its state here: {why}. {ending}".rstrip()
     return ending or "The run has ended."
 
 

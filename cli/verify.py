@@ -13,7 +13,7 @@ from rich.text import Text
 from ..loader.reading.checksum import READ_THREADS
 from ..tools.recheck import RecheckResult, recheck
 from ..tools.verify import VerifyResult, verify
-from .common import SourceArguments, parse, print_json
+from .common import SourceArguments, local_path, parse, print_json
 from .screen import console, fact_table, format_bytes, format_count, format_seconds, shown, wrapped
 
 _SHOWN = 50
@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
 def _recheck(given: VerifyArguments, quarantine: str) -> int:
     result = recheck(
         given.chosen_source(),
-        quarantine,
+        local_path(quarantine, "--quarantine"),
         split=given.chosen_split(),
         storage_options=given.options(),
         format=given.chosen_format(),

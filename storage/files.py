@@ -55,7 +55,10 @@ def replacing(
     path = os.fspath(path)
     folder = os.path.dirname(path)  # noqa: PTH120 - on the path of every small write
     temporary = os.path.join(temporary_folder or folder, TEMPORARY_PREFIX + secrets.token_hex(8))  # noqa: PTH118
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    try:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    except OSError as exc:
+        raise _of(exc, path) from exc
     try:
         yield fd
         if durable:
@@ -72,10 +75,18 @@ def replacing(
         sync_folder(folder or ".", dir_fd=dir_fd)
 
 
+def _of(error: OSError, path: AnyPath) -> OSError:
+    """The error with the name that the user knows, not that of the temporary file, or none."""
+    return OSError(error.errno, error.strerror, os.fspath(path))
+
+
 def write_whole(path: AnyPath, data: bytes | bytearray | memoryview, *, durable: bool = False) -> None:
     """Write a file atomically; see ``replacing``."""
     with replacing(path, durable=durable) as fd:
-        write_all(fd, data)
+        try:
+            write_all(fd, data)
+        except OSError as exc:
+            raise _of(exc, path) from exc
 
 
 def write_output(path: AnyPath, data: bytes) -> None:

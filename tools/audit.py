@@ -97,7 +97,11 @@ def audit(folder: str | os.PathLike[str]) -> AuditReport:
     if not Path(folder).is_dir():
         what = "is a file" if Path(folder).exists() else "is not there"
         raise DatasetError(f"{os.fspath(folder)}: {what}; give the folder that was passed as audit_dir=")
-    paths = sorted(Path(folder).glob(f"*{SUFFIX}"))
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - Path.glob finds nothing where it may not look
+    except OSError as exc:
+        raise DatasetError(f"{os.fspath(folder)}: cannot be read ({exc.strerror}); check its permissions") from exc
+    paths = sorted(Path(folder) / name for name in names if name.endswith(SUFFIX))
     started = [log for log in map(read_log, paths) if log is not None]
     if not any(log.records for log in started):
         raise DatasetError(f"{os.fspath(folder)}: no delivery logs; train with audit_dir= first")

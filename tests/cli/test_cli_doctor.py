@@ -60,6 +60,16 @@ def test_a_missing_store_fails_the_command(capsys: pytest.CaptureFixture[str], t
     assert "nowhere" in out
 
 
+def test_what_is_found_and_what_mends_it_are_told_in_the_words_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = call(capsys, "doctor", "https://me:secret-word@host/x")
+    assert code == 1
+    assert "use --storage-option for credentials" in " ".join(out.split())
+    assert "secret-word" not in out
+    assert "_options=" not in out
+
+
 def test_strictly_a_warning_fails_the_command_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,60 @@ def test_errors_are_one_message_and_code_two(
     assert "secret-word" not in err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["top", "URL", "--once"],
+        ["report", "URL"],
+        ["report", "{tmp}", "--output", "URL"],
+        ["scale", "URL", "--workers", "2"],
+        ["audit", "URL"],
+        ["state", "show", "URL"],
+        ["state", "skip", "URL", "--samples", "1"],
+        ["verify", "{tmp}", "--quarantine", "URL"],
+        ["bench", "{tmp}", "--out", "URL"],
+        ["export", "{tmp}", "--output", "URL"],
+    ],
+)
+def test_a_url_where_a_path_is_meant_is_refused_and_its_password_is_not_shown(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "start", "time": 1.0, "step": 0}\n')
+    url = "https://me:secret-word@host/x?token=secret-word"
+    code, out, err = call(capsys, *(url if one == "URL" else one.replace("{tmp}", str(tmp_path)) for one in arguments))
+    assert (code, out) == (2, "")
+    assert "is a path on this machine, and a URL was given (https://...)" in err
+    assert "secret-word" not in err
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_benchmark_whose_file_does_not_fit_is_shown_and_the_file_named(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import penstock.storage.files as files
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_all", full)
+    code, out, err = call(capsys, "bench", shards, "--rounds", "1", "--no-startup", "--out", tmp_path / "b.json")
+    assert "samples/s" in out
+    assert (code, err) == (2, f"penstock bench: {tmp_path}/b.json: No space left on device\n")
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_the_export_of_a_run_over_a_parameter_server_says_what_writes_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints" / "servers" / "manifests").mkdir(parents=True)
+    for run_folder in (tmp_path, tmp_path / "checkpoints"):
+        code, _, err = call(capsys, "export", run_folder, "--output", tmp_path / "out")
+        assert code == 2
+        assert "holds checkpoints of a parameter server" in err
+        assert 'export = "model.safetensors" in [trainer]' in err
+
+
 def test_a_wrong_option_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(["index", "x", "--no-such-option"])

@@ -175,7 +175,8 @@ def test_what_never_was_a_run_is_an_error_and_one_without_statuses_is_told_of(
     assert run(["top", str(tmp_path)]) == 2
     assert "holds no metrics.jsonl" in capsys.readouterr().err
     text, _ = look(capsys, folder)
-    assert "No rank writes its state here: report.status_s is off, or they write elsewhere. At step 120." in text
+    assert "No rank writes its state here: report.status_s is off, they write elsewhere, or" in text
+    assert "without --ray. At step 120." in text
     (folder / "metrics.jsonl").write_text("")
     assert "has no records yet" in look(capsys, folder)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -89,6 +90,18 @@ def test_what_was_skipped_is_neither_missing_nor_delivered_and_a_later_attempt_r
 
 def accounts(folder: Path) -> list[tuple[int, ...]]:
     return [(a.epoch, a.reached, a.delivered, a.missing, a.duplicated, a.replayed) for a in audit(folder).epochs]
+
+
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for look in ("listdir", "scandir"):
+        monkeypatch.setattr(os, look, refuse)
+    with pytest.raises(DatasetError, match=r"cannot be read .Permission denied.; check its permissions"):
+        audit(tmp_path)
 
 
 def test_an_unbroken_run_is_exact(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from packed_samples import read_samples
 from penstock import Manifest, open_manifest, pack, verify
 from penstock.loader import ConfigError, DatasetError, FormatError, UnfinishedDatasetError, pack_once
 from penstock.loader.dataset.manifest import MANIFEST_NAME
+from penstock.loader.dataset.source import is_unfinished
 from penstock.storage import AccessDeniedError, Fault, MemoryStore
 
 
@@ -190,6 +191,43 @@ def test_a_failing_store_leaves_an_unfinished_data_set(memory_store: MemoryStore
     with pytest.raises(AccessDeniedError):
         pack([{"txt": "a"}], memory_store.url)
     assert [info.key for info in memory_store.list()] == [MANIFEST_NAME]
+
+
+@pytest.mark.parametrize("at", [0, 3, 37])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_packs_into_one_folder_at_once_one_fails_and_the_other_is_whole(
+    memory_store: MemoryStore, at: int, overwrite: bool
+) -> None:
+    url = memory_store.url
+
+    def rows(text: str, *, interrupted: bool = False) -> Iterator[dict[str, Any]]:
+        for number in range(40):
+            if interrupted and number == at:
+                pack(rows("b"), url, shard_bytes=2_000, overwrite=overwrite, progress=False)
+            yield {"__key__": f"{number:03d}", "txt": text * 500}
+
+    with pytest.raises(DatasetError, match="another pack wrote here at the same time"):
+        pack(rows("a", interrupted=True), url, shard_bytes=2_000, overwrite=overwrite, progress=False)
+    assert verify(url).ok
+    assert {bytes(sample["txt"]) for sample in read_samples(url)} == {b"b" * 500}
+
+
+def test_a_pack_whose_shards_another_replaces_at_the_very_end_is_left_unfinished(memory_store: MemoryStore) -> None:
+    pack([{"txt": "a"}], memory_store.url, progress=False)
+    put = MemoryStore.put
+
+    def put_and_be_overtaken(store: MemoryStore, key: str, data: Any) -> Any:
+        info = put(store, key, data)
+        if key == MANIFEST_NAME and not is_unfinished(bytes(data)):
+            put(store, "shard-000000.tar", b"of another")
+        return info
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryStore, "put", put_and_be_overtaken)
+        with pytest.raises(DatasetError, match="another pack wrote here"):
+            pack([{"txt": "b"}], memory_store.url, overwrite=True, progress=False)
+    with pytest.raises(UnfinishedDatasetError):
+        open_manifest(memory_store.url)
 
 
 def test_a_target_that_is_not_empty_is_refused(tmp_path: Path) -> None:

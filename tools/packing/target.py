@@ -1,13 +1,15 @@
 """The target of ``pack``: shards put one by one, and in the manifest's place a note of how far they go.
 
 The note is the line that tells readers of an unfinished data set, then one line of JSON, then the manifest of the
-shards so far. A pack that is run again with the same source and options resumes there.
+shards so far. A pack that is run again with the same source and options resumes there. By the note a pack also learns
+that another has begun to write here.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -74,6 +76,8 @@ class Target:
         self._job = job
         self._checksums = checksums
         self._saved_at = 0.0
+        self._token = secrets.token_hex(8)
+        self._noted: ObjectInfo | None = None
 
     def begin(self, *, overwrite: bool) -> None:
         """Check that the target may be written to, find the resume point, and mark the target as unfinished.
@@ -125,12 +129,33 @@ class Target:
         self.cursor = cursor
 
     def _save(self) -> None:
-        note = UNFINISHED
+        about: dict[str, Any] = {"writer": self._token}
+        data = b""
         if self._job is not None and self.cursor is not None:
-            cursor = {name: getattr(self.cursor, name) for name in Cursor.__slots__}
-            note += json.dumps({"job": self._job, "cursor": cursor}).encode() + b"\n" + self.manifest().to_bytes()
-        self._store.put(MANIFEST_NAME, note)
-        self._saved_at = time.monotonic()
+            about["job"] = self._job
+            about["cursor"] = {name: getattr(self.cursor, name) for name in Cursor.__slots__}
+            data = self.manifest().to_bytes()
+        self._refuse_another()
+        note = UNFINISHED + json.dumps(about).encode() + b"\n" + data
+        self._noted, self._saved_at = self._store.put(MANIFEST_NAME, note), time.monotonic()
+
+    def _refuse_another(self) -> None:
+        """Raise DatasetError if what lies in the manifest's place is of another pack, which has begun since."""
+        if self._noted is not None and not self._is_there(self._noted):
+            raise self._is_shared()
+
+    def _is_there(self, info: ObjectInfo) -> bool:
+        try:
+            return _is_same(self._store.head(info.key), info)
+        except NotFoundError:
+            return False
+
+    def _is_shared(self) -> DatasetError:
+        return DatasetError(
+            f"{self._store.url}: another pack wrote here at the same time, or the folder was emptied; what this one "
+            "wrote is not whole. When no other runs, run it again with overwrite=True (--overwrite), or give another "
+            "target"
+        )
 
     def put_all(self, shards: Iterable[tuple[Shard, Cursor]]) -> None:
         """Put shards, a few at a time, and keep note of those before which none is missing."""
@@ -187,6 +212,7 @@ class Target:
                 chunk = ChunkRef(info, span.offset, span.length, span.samples, first_row)
                 sums.append(sum_chunk(memory, self._format, header, chunk))
                 first_row += span.samples
+        self._refuse_another()
         return Written(self._store.put(name, shard.data), index, sums)
 
     def manifest(self) -> Manifest:
@@ -210,7 +236,8 @@ class Target:
         """Put the companions, and the manifest, with the names of classes if it has labels, in place of the note.
 
         Raises:
-            DatasetError: shards of before would be read along, or readers would find another number of samples.
+            DatasetError: shards of before would be read along, readers would find another number of samples, or another
+                pack has written here meanwhile.
         """
         left = sorted(self.earlier - {each.info.key for each in self.written})
         if left:
@@ -226,10 +253,21 @@ class Target:
             )
         if classes and LABEL_FIELD in manifest.fields:
             manifest = replace(manifest, classes=classes)
+        self._refuse_another()
         for name, data in companions.items():
             self._store.put(name, data)
-        self._store.put(MANIFEST_NAME, manifest.to_bytes())
+        whole = self._store.put(MANIFEST_NAME, manifest.to_bytes())
+        there = {info.key: info for info in self._store.list()}
+        if not all(_is_same(there.get(each.info.key), each.info) for each in self.written):
+            if self._is_there(whole):
+                self._store.put(MANIFEST_NAME, UNFINISHED)
+            raise self._is_shared()
         return manifest
+
+
+def _is_same(found: ObjectInfo | None, put: ObjectInfo) -> bool:
+    """Compare an object that was found with one that was put; not every store has ETags."""
+    return found == put or (found is not None and found.size == put.size and None in (found.etag, put.etag))
 
 
 def _first(running: deque[tuple[Future[Written], Cursor]]) -> tuple[Written, Cursor]:

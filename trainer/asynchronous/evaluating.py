@@ -60,7 +60,7 @@ def export(model: nn.Module, path: Path, step: int) -> None:
 
 
 def evaluate(recipe: Recipe, model: nn.Module, device: torch.device) -> Mapping[str, float]:
-    """Compute the recipe's metrics over all evaluation data."""
+    """Compute the recipe's metrics over all evaluation data, on this rank alone: others may be training."""
     assert recipe.evaluation is not None
     metrics = recipe.evaluation.resolve(2)
     sums = MetricSums(device)
@@ -68,4 +68,4 @@ def evaluate(recipe: Recipe, model: nn.Module, device: torch.device) -> Mapping[
         for batch in batches:
             with compute_context(recipe.trainer.precision, device, model):
                 sums.add(metrics(model, move_batch(batch, device)))
-    return sums.average()
+    return sums.average(is_alone=True)

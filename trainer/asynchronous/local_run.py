@@ -20,7 +20,7 @@ from .learner_ranks import run_learner_ranks
 from .local_cluster import LocalCluster
 from .member import WorkerOptions
 from .narrator import Narrator, View
-from .saved_runs import checkpoint_place, load, resume_setup, save
+from .saved_runs import checkpoint_place, held, load, resume_setup, save
 from .tcp_services import ServicesHost
 from .worker import run_worker
 
@@ -38,7 +38,7 @@ def train_locally(
 
     Raises:
         TrainerConfigError: the recipe, or the numbers, cannot work.
-        CheckpointError: the newest checkpoint is of another model, or none of them is whole.
+        CheckpointError: the newest checkpoint is of another model, or none is whole, or another run has them.
         StallError: no batch counted for ``stall_timeout_s``.
         TrainerError: what a worker met; the others have ended by then.
     """
@@ -51,6 +51,8 @@ def train_locally(
     notes: list[str] = []
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(checkpoint_place(recipe)))) if every else None
+        if store is not None:
+            stack.enter_context(held(recipe, store, notes.append))
         saved = None if store is None else find_newest(store, notes.append)
         setup = resume_setup(recipe, workers, saved)
         cluster = LocalCluster(setup, shards=shards, silence_s=recipe.trainer.server.silence_s)

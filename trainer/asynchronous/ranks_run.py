@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...storage.threads.interruptible import Event, Thread
-from ..errors import ShardUnreachableError
+from ..errors import ShardUnreachableError, StallError
 from ..ranks.world import World
 from ..recipes.recipe import Recipe
 from ..watch.stop_flag import StopFlag
@@ -30,6 +30,7 @@ def train_on_ranks(recipe: Recipe, world: World, *, shards: int) -> bool:
 
     Raises:
         TrainerConfigError: the recipe, or the numbers, cannot work.
+        StallError: rank 0 did not answer for ``stall_timeout_s``.
         TrainerError: what this rank met; the launcher then ends the others.
     """
     with ExitStack() as stack:
@@ -42,7 +43,7 @@ def train_on_ranks(recipe: Recipe, world: World, *, shards: int) -> bool:
             (is_over,) = _share([not summary.stopped_early])
         else:
             address, key = _share([None, None])
-            services = TcpServices(address, key)
+            services = TcpServices(address, key, patience_s=recipe.trainer.stall_timeout_s)
             with _heeding(flag, services.stop):
                 options = WorkerOptions(silence_s=recipe.trainer.server.silence_s)
                 run_worker(recipe, f"worker-{world.rank:03d}", services, options)
@@ -69,7 +70,7 @@ def _heeding(flag: StopFlag, stop: Callable[[], None]) -> Iterator[None]:
     def watch() -> None:
         while not ended.wait(_GLANCE_S):
             if flag.reason is not None:
-                with suppress(ShardUnreachableError):
+                with suppress(ShardUnreachableError, StallError):
                     stop()
                     return
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...storage.store import Store
+from ..checkpoint.lock import FolderLock
+from ..checkpoint.remote.lock import StoreLock
 from ..errors import CheckpointMismatchError
 from ..recipes.recipe import Recipe
 from ..server.checkpoints import SavedServer, complete, new_save, read_buckets, write_shard
@@ -21,6 +25,23 @@ def checkpoint_place(recipe: Recipe) -> str:
     if not given.is_remote:
         Path(place).mkdir(parents=True, exist_ok=True)
     return place
+
+
+@contextmanager
+def held(recipe: Recipe, store: Store, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the run's checkpoints for this process; ``note`` gets a sentence where the file system has no locks.
+
+    Raises:
+        CheckpointTakenError: another run holds them; the message names its host, pid and start.
+    """
+    place = checkpoint_place(recipe)
+    lock = StoreLock(store) if recipe.trainer.checkpoint.is_remote else FolderLock(Path(place))
+    try:
+        if lock.note:
+            note(lock.note)
+        yield
+    finally:
+        lock.close()
 
 
 def resume_setup(recipe: Recipe, workers: int, saved: SavedServer | None) -> Setup:

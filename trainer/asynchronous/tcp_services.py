@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from ...storage.errors import PenstockError
 from ...storage.threads.interruptible import Event, Thread
-from ..errors import ShardUnreachableError
+from ..errors import ShardUnreachableError, StallError
 from ..server.placement import Placement
 from ..server.refused import Refused, raise_refused
 from ..server.services import Services
@@ -28,6 +29,17 @@ CALLS = frozenset(
     {"call", "begin", "leave", "lease", "consume", "renew", "report", "task", "proceed", "finish", "is_stopping"}
 )
 _STOP_S = 5.0
+_PROOF_S = 10.0  # for a new connection to prove that it has the key
+_BEAT_S = 1.0  # while the services are not there yet, callers hear so often that this process lives
+_WAITING = "the services are not there yet"
+
+
+def _limit_waits(connection: Connection[Any, Any], seconds: float) -> None:
+    """Have reads and writes that do not move for so long raise BlockingIOError; 0: wait for ever."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 class ServicesHost:
@@ -76,6 +88,7 @@ class ServicesHost:
             try:
                 connection = self._listener.accept()
             except (OSError, EOFError):
+                time.sleep(0.01)  # where there are no more descriptors, until one is free
                 continue
             with self._lock:
                 self._open.add(connection)
@@ -83,9 +96,12 @@ class ServicesHost:
 
     def _answer(self, connection: Connection[Any, Any]) -> None:
         try:
+            _limit_waits(connection, _PROOF_S)
             deliver_challenge(connection, self.key)
             answer_challenge(connection, self.key)
-            self._is_there.wait()
+            _limit_waits(connection, 0)
+            while not self._is_there.wait(_BEAT_S):
+                connection.send(_WAITING)
             while not self._is_closed:
                 name, values = connection.recv()
                 connection.send(self._call(name, values))
@@ -114,12 +130,14 @@ class ServicesHost:
 class TcpServices(RemoteServices):
     """``Services`` of a run at an address, for several threads, of which each has a connection of its own.
 
-    All mutable state: the connections.
+    All mutable state: the connections, and the error after which nothing is asked any more.
     """
 
-    def __init__(self, address: tuple[str, int], key: bytes) -> None:
-        self._address, self._key = address, key
+    def __init__(self, address: tuple[str, int], key: bytes, *, patience_s: float | None = None) -> None:
+        """``patience_s`` is how long an answer may take until all calls end with StallError; None: for ever."""
+        self._address, self._key, self._patience_s = address, key, patience_s
         self._local = threading.local()
+        self._silence: StallError | None = None
 
     def placement(self) -> Placement:
         return Placement(*self._ask("placement"))
@@ -129,18 +147,40 @@ class TcpServices(RemoteServices):
         self._ask("stop")
 
     def _ask(self, name: str, *values: Any) -> Any:
+        if self._silence is not None:
+            raise self._silence
         connection: Connection[Any, Any] | None = getattr(self._local, "connection", None)
         try:
             if connection is None:
-                connection = self._local.connection = Client(self._address, family="AF_INET", authkey=self._key)
+                connection = self._local.connection = self._connect()
             connection.send((name, values))
-            found = connection.recv()
-        except (OSError, EOFError) as exc:
+            while isinstance(found := connection.recv(), str) and found == _WAITING:
+                pass
+        except (OSError, EOFError, AuthenticationError) as exc:
             if connection is not None:
                 connection.close()
             self._local.connection = None
+            where = f"the process of rank 0 at {self._address[0]}:{self._address[1]}"
+            if isinstance(exc, BlockingIOError | TimeoutError):
+                self._silence = StallError(
+                    f"{where} has not answered for {self._patience_s:g} s (stall_timeout_s); look whether it is "
+                    "stopped, and whether its machine and the network between are up"
+                )
+                raise self._silence from exc
             time.sleep(0.01)
-            raise ShardUnreachableError(
-                f"the process of rank 0 at {self._address[0]}:{self._address[1]} gave no answer: {exc!r}"
-            ) from exc
+            raise ShardUnreachableError(f"{where} gave no answer: {exc!r}") from exc
         return raise_refused(found)
+
+    def _connect(self) -> Connection[Any, Any]:
+        """Open a connection on which each side has proved that it has the key."""
+        with socket.create_connection(self._address, timeout=self._patience_s) as raw:
+            raw.setblocking(True)
+            connection: Connection[Any, Any] = Connection(raw.detach())
+        try:
+            _limit_waits(connection, self._patience_s or 0)
+            answer_challenge(connection, self._key)
+            deliver_challenge(connection, self._key)
+        except BaseException:
+            connection.close()
+            raise
+        return connection

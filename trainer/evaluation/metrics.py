@@ -52,14 +52,16 @@ class MetricSums:
             into[0] += amount
             into[1] += count
 
-    def average(self) -> dict[str, float]:
-        """The metrics over all ranks by name, of which a rank may lack some; a collective.
+    def average(self, *, is_alone: bool = False) -> dict[str, float]:
+        """The metrics over all ranks by name, of which a rank may lack some; a collective, but with ``is_alone``.
+
+        ``is_alone``: this rank has seen all the data, and no other takes part.
 
         Raises:
             TrainerConfigError: on every rank, if a count is negative or not finite.
         """
         names = sorted(self._totals)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        ranks = dist.get_world_size() if dist.is_initialized() and not is_alone else 1
         if ranks > 1:
             everywhere: list[list[str]] = [[] for _ in range(ranks)]
             dist.all_gather_object(everywhere, names)

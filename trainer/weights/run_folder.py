@@ -125,6 +125,11 @@ def find_checkpoint(run: Path, step: Step) -> Path:
         return run
     folders = _folders_of(run)
     if not folders:
+        if any(run.glob("servers/*")) or any(run.glob("*/servers/*")):
+            raise CheckpointError(
+                f"{run} holds checkpoints of a parameter server, which export does not read; train with export = "
+                '"model.safetensors" in [trainer], also by starting the run again, and its end writes that'
+            )
         missing = "does not exist" if not run.exists() else "holds no checkpoint"
         raise CheckpointError(
             f"{run} {missing}; give the output_dir of a run that saved (checkpoint.every_steps), or its folder of "

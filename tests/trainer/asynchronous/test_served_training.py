@@ -26,10 +26,15 @@ from penstock.trainer.asynchronous.evaluating import Reader
 from penstock.trainer.asynchronous.local_cluster import LocalCluster
 from penstock.trainer.asynchronous.local_run import train_locally
 from penstock.trainer.asynchronous.member import WorkerOptions
-from penstock.trainer.asynchronous.saved_runs import checkpoint_place, save
+from penstock.trainer.asynchronous.saved_runs import checkpoint_place, held, save
 from penstock.trainer.asynchronous.setup import build_model, make_schema, prepare_run
 from penstock.trainer.asynchronous.worker import run_worker
-from penstock.trainer.errors import CheckpointMismatchError, NonFiniteLossError, TrainerConfigError
+from penstock.trainer.errors import (
+    CheckpointMismatchError,
+    CheckpointTakenError,
+    NonFiniteLossError,
+    TrainerConfigError,
+)
 from penstock.trainer.recipes.recipe import Recipe
 from penstock.trainer.server.client import ClientConfig
 from penstock.trainer.server.messages import Request
@@ -325,6 +330,17 @@ def test_a_run_that_has_ended_has_nothing_left_to_do_and_exports_what_it_learnt(
     assert all(torch.equal(first[name], second[name]) for name in first)
     exported = load_file(tmp_path / "last.safetensors")
     assert all(torch.equal(first[name], exported[name]) for name in first)
+
+
+def test_a_second_run_on_one_folder_is_refused_and_a_later_one_is_not(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, trainer={"checkpoint": {"every_steps": 4}})
+    with (
+        closing(open_store(checkpoint_place(recipe))) as store,
+        held(recipe, store, pytest.fail),
+        pytest.raises(CheckpointTakenError, match="belongs to another run that has not ended"),
+    ):
+        train_locally(recipe, workers=1, shards=1)
+    assert train_locally(recipe, workers=1, shards=1).steps == 12
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
