@@ -111,8 +111,9 @@ def fail_on_sevens(sample: Sample) -> Sample:
 
 
 def fail_on_every_fifth(sample: dict[str, Any]) -> dict[str, Any]:
-    if int(sample["n"]) % 5 == 0:
-        raise ValueError(f"sample {sample['n']} is one of every fifth")
+    number = int(sample["n"] if "n" in sample else sample["txt"])
+    if number % 5 == 0:
+        raise ValueError(f"sample {number} is one of every fifth")
     return sample
 
 

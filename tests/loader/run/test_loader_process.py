@@ -21,6 +21,7 @@ from equal_batches import assert_equal
 from started_process import started_process
 
 from penstock import Mixture, Source, audit
+from penstock.loader import BadSampleWarning
 from penstock.loader.decoding.workers import process as worker_process
 from penstock.loader.errors import ConfigError, LoaderClosedError, WorkerError
 from penstock.loader.pipeline.beside import process as loader_process
@@ -137,6 +138,27 @@ def drop_and_skip(source: str, place: str) -> list[Any]:
 @pytest.mark.parametrize("play", [move_about, mix, drop_and_skip])
 def test_a_position_moves_as_that_of_threads_does(tars, play):
     assert play(tars, "process") == play(tars, "threads")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_bad_samples_in_batches_that_a_new_pass_drops_are_known_to_the_loader_and_its_audit(tars, tmp_path, on_error):
+    options: dict[str, Any] = {"on_error": on_error, "max_errors": 99, "shuffle": False, "last_batch": "partial"}
+    with (
+        open_loader(tars, transform=row_functions.fail_on_every_fifth, audit_dir=tmp_path, **options) as loader,
+        pytest.warns(BadSampleWarning),
+    ):
+        next(iter(loader))
+        while loader.metrics().ready_batches < 3:  # bad samples are in batches that nobody will take
+            time.sleep(0.01)
+        delivered = [number for batch in loader for number in ids(batch)]
+        bad = sorted(entry.id for entry in loader.bad_samples)
+    assert bad == list(range(0, sum(SIZES), 5))
+    assert on_error == "replace" or sorted({*delivered, *bad}) == list(range(sum(SIZES)))
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert (report.epochs[0].bad, report.epochs[0].dropped) == (0 if on_error == "replace" else len(bad), 0)
 
 
 @pytest.mark.slow
