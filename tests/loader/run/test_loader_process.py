@@ -21,7 +21,6 @@ from equal_batches import assert_equal
 from started_process import started_process
 
 from penstock import Mixture, Source, audit
-from penstock.loader import BadSampleWarning
 from penstock.loader.decoding.workers import process as worker_process
 from penstock.loader.errors import ConfigError, LoaderClosedError, WorkerError
 from penstock.loader.pipeline.beside import process as loader_process
@@ -141,14 +140,12 @@ def test_a_position_moves_as_that_of_threads_does(tars, play):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::penstock.loader.BadSampleWarning")
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 def test_bad_samples_in_batches_that_a_new_pass_drops_are_known_to_the_loader_and_its_audit(tars, tmp_path, on_error):
     options: dict[str, Any] = {"on_error": on_error, "max_errors": 99, "shuffle": False, "last_batch": "partial"}
-    with (
-        open_loader(tars, transform=row_functions.fail_on_every_fifth, audit_dir=tmp_path, **options) as loader,
-        pytest.warns(BadSampleWarning),
-    ):
+    with open_loader(tars, transform=row_functions.fail_on_every_fifth, audit_dir=tmp_path, **options) as loader:
         next(iter(loader))
         while loader.metrics().ready_batches < 3:  # bad samples are in batches that nobody will take
             time.sleep(0.01)
