@@ -39,6 +39,12 @@ def make_tensors(sample: Sample) -> Sample:
     return {"full": torch.full((2, 3), number, dtype=torch.float32), "half": torch.ones(3, dtype=torch.bfloat16)}
 
 
+def make_default_floats(sample: Sample) -> Sample:
+    import torch
+
+    return {"half": torch.tensor(int(sample["txt"]) / 2)}
+
+
 def fail_at_seven(sample: Sample) -> Sample:
     if sample["txt"] == "7":
         raise LookupError("seven is not wanted")

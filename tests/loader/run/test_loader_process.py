@@ -267,6 +267,17 @@ def test_a_child_that_is_forked_keeps_the_batch_it_got(tars):
         os.close(descriptor)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
+def test_tensors_that_functions_make_have_the_dtype_that_the_program_has_set(tars):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with open_loader(tars, transform=row_functions.make_default_floats) as loader:
+            assert next(iter(loader))["half"].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.full
 def test_objects_warnings_and_prints_come_through(tars, capfd):
     options = {"transform": row_functions.speak_at_seven, "collate": row_functions.Samples, "with_ids": False}
