@@ -44,9 +44,11 @@ test: $(VENV)/.test servers
 	$(PYTEST) $(PARALLEL) -m 'not slow and not full' $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'slow and not full' $(ARGS) || [ $$? = 5 ]
 
-# What `make test` leaves out: whole matrices of slow cases, soaks, kills at every point.
+# What `make test` leaves out: whole matrices of slow cases, soaks, kills at every point; and the loader's tests once
+# more, with pipelines in processes of their own.
 full: $(VENV)/.test servers
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m full $(ARGS)
+	PENSTOCK_TEST_PLACE=process $(PYTEST) -n 2 --dist loadfile -m 'not full and not gpu' $(or $(ARGS),tests/loader)
 
 quick: $(VENV)/.test
 	$(PYTEST) $(PARALLEL) -m 'not slow and not gpu' --hypothesis-profile=quick $(ARGS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 from ..storage.errors import PenstockError
 
 
@@ -98,3 +101,12 @@ class RankStoppedError(PenstockError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.kind, self.problem)
+
+
+def stacklevel_of_user() -> int:
+    """Count the frames from the caller to the first one outside this package: the ``stacklevel`` of its warnings."""
+    package, level = __name__.partition(".")[0], 1
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    return level

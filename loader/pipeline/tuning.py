@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..errors import MemoryLimitError
+from ..errors import MemoryLimitError, stacklevel_of_user
 from ..limits import usable_memory
 from ..order.costs.buckets import count_open_chunks
 from ..ranks.detect import local_world_size
@@ -145,7 +145,7 @@ def tune(
             f"memory_limit={memory_limit:,} has room for {chunk_budget:,}: chunks will be read several times. "
             "Raise memory_limit, give a cache_dir, or start with fewer lanes or a smaller window",
             MemoryLimitWarning,
-            stacklevel=7,  # the loop over the loader
+            stacklevel=stacklevel_of_user(),  # the loop over the loader
         )
     # Chunks that do not all fit are read again for each span that needs them, so longer spans read less.
     wanted = max(_SPAN_BYTES, min(_MOST_SPAN_BYTES, _SPAN_ROWS * mean_row_bytes(manifest)))

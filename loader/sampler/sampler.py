@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, stacklevel_of_user
 from ..order.costs.steps import skip_steps
 
 if TYPE_CHECKING:
@@ -266,5 +266,7 @@ class Sampler:
         self.skip_end(report)
         if news:
             warnings.warn(
-                "the mixture differs from the state's: " + "; ".join(news), MixtureChangedWarning, stacklevel=4
+                "the mixture differs from the state's: " + "; ".join(news),
+                MixtureChangedWarning,
+                stacklevel=stacklevel_of_user(),
             )

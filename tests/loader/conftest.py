@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if PLACE == "threads":
         return
     for item in items:
-        names = item.path.name, f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+        names = item.path.name, getattr(item, "originalname", item.name)
         reason = next((EXEMPT[name] for name in names if name in EXEMPT), None)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -23,10 +23,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import DistributedDataLoader
 from penstock.loader.decoding.workers.process import Worker
 from penstock.loader.errors import ConfigError
+from penstock.loader.pipeline.beside import pinning
 from penstock.loader.pipeline.beside import process as loader_process
 from penstock.loader.run import place as places
 
@@ -61,12 +63,27 @@ def pipelines_in(place: str) -> Iterator[list[str]]:
             return places.Place(str(exc))
 
     with pytest.MonkeyPatch.context() as patched:
+        if not torch.cuda.is_available():  # for tests with a made-up device
+            patched.setattr(pinning, "CudaLocks", Locks)
         patched.setattr(DistributedDataLoader, "__init__", made)
         patched.setattr(places, "choose_place", chosen)
         if cloudpickle is not None:  # so that functions that tests define inside others can be sent
             by_value = SimpleNamespace(dumps=cloudpickle.dumps, HIGHEST_PROTOCOL=cloudpickle.DEFAULT_PROTOCOL)
             patched.setattr(places, "pickle", by_value)
         yield reasons
+
+
+class Locks:
+    """Tells that memory is locked, which a made-up device need not have."""
+
+    def __init__(self, device: Any) -> None:
+        pass
+
+    def lock(self, address: int, nbytes: int) -> bool:
+        return True
+
+    def unlock(self, address: int) -> None:
+        pass
 
 
 class Forked:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from exempt_from_places import EXEMPT
 from places import Nursery, pipelines_in
 from test_bad_samples import (
     images,
@@ -51,3 +54,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::penstock.loa
 def in_a_process(nursery: Nursery) -> Iterator[None]:
     with nursery.starting(), pipelines_in("process"):
         yield
+
+
+def test_what_is_left_out_is_there() -> None:
+    files = list(Path(__file__).parent.rglob("test_*.py"))
+    names = {file.name for file in files}
+    for file in files:
+        names.update(re.findall(r"def (test_\w+)\(", file.read_text()))
+    assert EXEMPT.keys() <= names

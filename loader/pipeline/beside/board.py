@@ -69,7 +69,8 @@ class Board:
         for head in _STARTS:
             number, size, checksum = _HEAD.unpack_from(self._page, head)
             start = head + _HEAD.size
-            if number > newest and zlib.crc32(data := self._page[start : start + size]) == checksum:
+            # Without a size it is the head of a place's first report, of which only the number has been written.
+            if number > newest and size and zlib.crc32(data := self._page[start : start + size]) == checksum:
                 newest, self._last = number, pickle.loads(data)
         self._number = newest
         return self._last

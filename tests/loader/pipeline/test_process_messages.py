@@ -69,6 +69,16 @@ def test_a_board_shows_the_newest_whole_report() -> None:
     assert other.read().sent == 5
 
 
+def test_a_first_report_whose_head_is_being_written_is_none_yet() -> None:
+    board = Board()
+    other = Board(os.dup(board.descriptor))
+    with mmap.mmap(board.descriptor, 64 << 10) as page:
+        page[64:72] = (2).to_bytes(8, "little")
+    assert other.read() == Report()
+    board.write(Report(sent=1))
+    assert other.read().sent == 1
+
+
 def test_a_board_tells_how_long_the_loop_has_waited() -> None:
     board = Board()
     board.write_waits(3.0, None)

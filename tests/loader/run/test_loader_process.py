@@ -21,6 +21,7 @@ from equal_batches import assert_equal
 from started_process import started_process
 
 from penstock import Mixture, Source, audit
+from penstock.loader import BadSampleWarning
 from penstock.loader.decoding.workers import process as worker_process
 from penstock.loader.errors import ConfigError, LoaderClosedError, WorkerError
 from penstock.loader.pipeline.beside import process as loader_process
@@ -299,6 +300,15 @@ def test_what_cannot_be_sent_back_is_an_error_that_says_what_to_do(tars):
 
 def make_local(samples: list[Any]) -> Any:
     return lambda: samples
+
+
+def test_a_bad_sample_of_a_batch_that_cannot_be_sent_is_told_before_the_error(tars, quickly):
+    options = {"collate": make_local, "with_ids": False, "transform": row_functions.fail_at_seven, "shuffle": False}
+    with open_loader(tars, on_error="replace", **options) as loader:
+        told = pytest.warns(BadSampleWarning, match="seven is not wanted")
+        with told, pytest.raises(ConfigError, match="a batch cannot be sent"):
+            next(iter(loader))
+        assert [bad.id for bad in loader.bad_samples] == [7]
 
 
 @pytest.mark.full
