@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..storage.suggestions import list_some
 from ..trainer.report.status.rank_status import RankStatus
 from ..trainer.report.status.survey import Survey
 from .rank_pictures import LEAST_WIDTH, MOST_WIDTH, list_pictures
@@ -116,10 +117,6 @@ _BOUND = {
 
 def _traffic(name: str, one: RankStatus) -> str:
     return _bytes(one.traffic.get(name))
-
-
-def _bound(one: RankStatus) -> str:
-    return shown(_BOUND.get(one.bottleneck, one.bottleneck))[:18]
 
 
 def _columns(view: View) -> list[_Column]:
@@ -250,8 +247,7 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"Rank {ranks[0]}"
     if ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"Ranks {ranks[0]} to {ranks[-1]}"
-    more = f" and {len(ranks) - 6} more" if len(ranks) > 6 else ""
-    return f"Ranks {', '.join(map(str, ranks[:6]))}{more}"
+    return f"Ranks {list_some(ranks, 6)}"
 
 
 def _seconds(value: float) -> str:

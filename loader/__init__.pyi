@@ -56,9 +56,9 @@ from .packing.config import Packing as Packing
 from .pipeline.tuning import MemoryLimitWarning as MemoryLimitWarning
 from .ranks.model_parallel import FieldsByStage as FieldsByStage
 from .ranks.model_parallel import SequenceCut as SequenceCut
+from .reading.bad.chunks import BadChunk as BadChunk
+from .reading.bad.chunks import BadChunkWarning as BadChunkWarning
 from .reading.bad.file import Quarantined as Quarantined
-from .reading.bad.quarantine import BadChunk as BadChunk
-from .reading.bad.quarantine import BadChunkWarning as BadChunkWarning
 from .reading.bad.samples import BadSampleWarning as BadSampleWarning
 from .reading.checksum import UncheckedColumnsWarning as UncheckedColumnsWarning
 from .sampler.sampler import MixtureChangedWarning as MixtureChangedWarning

@@ -13,7 +13,7 @@ import torch
 
 from ..storage.observability.timeline import Timeline, write_chrome_trace
 from .config.checks import LastBatch, PlaceChoice, SampleWeights, check_at_least
-from .config.foreign import refuse_foreign
+from .config.foreign import NoItems, refuse_foreign
 from .config.loader_config import LoaderConfig
 from .counters import Counters
 from .decoding.row_work import BatchT
@@ -21,7 +21,6 @@ from .errors import ConfigError
 from .ranks.attempts import tell_of_failure
 from .run.assembly import make_sampler
 from .run.batch_iterator import BatchIterator
-from .run.no_items import NoItems
 from .run.resources import Resources
 from .run.run import Run
 from .sources.opening import open_sources
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
     from .packing.config import Packing
     from .ranks.model_parallel import FieldsByStage, SequenceCut
     from .ranks.naming import Attempt
+    from .reading.bad.chunks import BadChunk
     from .reading.bad.file import Paths, Quarantined
-    from .reading.bad.quarantine import BadChunk
     from .views.samples import DatasetView
 
 
@@ -245,7 +244,7 @@ class DistributedDataLoader(Generic[BatchT]):
             avoid=avoid,
         )
         counters = Counters()
-        sources = self._resources.store = open_sources(config, counters)
+        sources = self._resources.sources = open_sources(config, counters)
         self._run = Run(config, sources, make_sampler(config, sources), self._resources, counters)
         self._view: DatasetView | None = None
         self._run.join(self._attempt)

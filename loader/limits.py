@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
@@ -12,6 +13,11 @@ from .errors import ConfigError
 _HIERARCHIES = ("cgroup2", "cgroup")  # the filesystems of version 2 and of version 1
 _MOUNT = r"^\d+ \d+ \S+ (\S+) (\S+) .*? - (\S+) \S+ (\S+)$"  # root, mount point, filesystem, its options
 _USUAL_MOUNT = PurePosixPath("/sys/fs/cgroup")
+
+
+def can_start_python() -> bool:
+    """Return whether ``sys.executable`` is a Python: an application that Python is part of would be started again."""
+    return Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:

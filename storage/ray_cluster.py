@@ -50,12 +50,10 @@ def import_ray() -> Any:
 
 
 @contextmanager
-def open_cluster(
-    address: str, *, cpus: int, namespace: str | None = None, store_bytes: int = _STORE_BYTES
-) -> Iterator[Any]:
+def open_cluster(address: str, *, cpus: int, namespace: str | None = None) -> Iterator[Any]:
     """Yield Ray, connected to the cluster at ``address`` (``host:port`` or ``auto``), or to a new one here (``HERE``).
 
-    A new one has ``cpus`` slots, whatever the machine has, and ``store_bytes`` of shared memory; it ends with the
+    A new one has ``cpus`` slots, whatever the machine has, and 512 MiB of shared memory; it ends with the
     block, and its files are deleted. Signals are handled as before. For the main thread.
 
     Raises:
@@ -73,7 +71,7 @@ def open_cluster(
             options |= {
                 "num_cpus": cpus,
                 "include_dashboard": False,
-                "object_store_memory": store_bytes,
+                "object_store_memory": _STORE_BYTES,
                 "_temp_dir": folder,
             }
         else:

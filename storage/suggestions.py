@@ -1,9 +1,10 @@
-"""Suggestions in errors about words that are not known: the known word that was probably meant."""
+"""Words in errors: the known word that was probably meant, and lists of names that are not too long."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 _CUTOFF = 0.6
 _LEAST_BEGINNING = 3
@@ -44,3 +45,9 @@ def must_be(value: object, choices: Iterable[object]) -> str:
 def listed(words: Sequence[str]) -> str:
     """Words as a sentence names them: ``a, b or c``."""
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def list_some(words: Collection[object], most: int) -> str:
+    """The first ``most`` words, and how many others there are: ``a, b, c and 12 more``."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return f"{', '.join(map(str, islice(words, most)))}{more}"

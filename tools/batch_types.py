@@ -10,6 +10,7 @@ import numpy as np
 from ..loader.columns import ArrayColumn, Block, BytesColumn, Column, IntArray
 from ..loader.decoding.decode import FieldDecoders, is_channels_first
 from ..loader.decoding.images.kind import image_kind
+from ..loader.decoding.row_work import channels_first
 from ..storage import PenstockError
 
 _ROWS = 8  # decoded to see whether their shapes agree
@@ -38,14 +39,10 @@ def _type_of(name: str, column: Column, rows: IntArray) -> str:
             if decoder is not None:
                 values = [None if value is None else decoder(memoryview(value), None) for value in values]
                 if is_channels_first(decoder):
-                    values = [_channels_first(value) for value in values]
+                    values = [channels_first(value) for value in values]
         except (PenstockError, ValueError, OSError):
             return "?"
     return _type_of_values(values)
-
-
-def _channels_first(image: Any) -> Any:
-    return np.moveaxis(image, -1, -3) if isinstance(image, np.ndarray) and image.ndim >= 3 else image
 
 
 def _type_of_values(values: Sequence[Any]) -> str:

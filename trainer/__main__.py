@@ -24,7 +24,7 @@ from .ranks.world import World, close_world, open_world
 from .recipes.command_line import Command, read_command
 from .recipes.parameter_groups import freeze_parameters
 from .recipes.plan import print_plan
-from .recipes.recipe import Component, Recipe, format_toml
+from .recipes.recipe import Component, Recipe, format_toml, opened
 from .report.progress import Summary
 from .reproducibility import seed_all
 from .trainer import DistributedTrainer
@@ -43,27 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _may_be_cut_off():
             command = read_command(sys.argv[1:] if arguments is None else arguments)
+            command.check()
             recipe = command.recipe
-            recipe.check()
-            if not command.plan and (command.ranks != 1 or command.memory is not None):
-                raise RecipeError("--ranks and --memory say what --plan plans for; add --plan, or leave them out")
-            is_served = recipe.trainer.parallel.uses_servers
-            if not is_served and (command.workers, command.shards) != (1, 1):
-                raise RecipeError(
-                    "--workers and --shards are of parallel.mode='parameter_server'; set that, or leave them out"
-                )
-            if command.plan and is_served and recipe.trainer.parallel.mode == "diloco":
-                raise RecipeError(
-                    "--plan plans for the ranks of a launcher, and with parallel.diloco.over='server' learners are "
-                    "started; plan one learner, with parallel.mode='allreduce' and --ranks of its ranks"
-                )
-            if command.address is not None and not command.ray:
-                raise RecipeError("--address without --ray, which it is for; add that")
-            if not is_served and command.ray:
-                raise RecipeError(
-                    "--ray is for parallel.mode='parameter_server'; add --trainer.parallel.mode=parameter_server, or "
-                    "leave it out"
-                )
             if command.dry_run:
                 print(format_toml(recipe.describe()).strip())
                 return 0
@@ -71,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print_plan(recipe, ranks=command.ranks, memory=command.memory)
                 return 0
         is_alike = False
-        if is_served:
+        if recipe.trainer.parallel.uses_servers:
             return EXIT_STALLED if train_asynchronously(command) else 0
         world = open_world(device=recipe.trainer.device)
         prepare_data(recipe, world)
@@ -195,9 +176,9 @@ def train_recipe(recipe: Recipe, world: World) -> Summary:
     seed_all(recipe.trainer.seed)  # the same initial weights on every rank, and in every run
     model = recipe.make_model()
     freeze_parameters(model, recipe.groups)
-    with _opened(place_data(recipe.data, mesh).make()) as loader:
+    with opened(place_data(recipe.data, mesh).make()) as loader:
         evaluation_source = place_data(recipe.evaluation_data, mesh).make() if recipe.evaluation_data else None
-        with _opened(evaluation_source) as evaluation_batches:
+        with opened(evaluation_source) as evaluation_batches:
             evaluation = (
                 Evaluation(batches=evaluation_batches, metrics=recipe.evaluation.resolve(2))
                 if recipe.evaluation
@@ -229,15 +210,6 @@ def place_data(data: Component, mesh: Mesh) -> Component:
         if all(map(data.takes, given)):
             return replace(data, args={**data.args, **given})
     return data
-
-
-@contextmanager
-def _opened(source: Any) -> Iterator[Any]:
-    try:
-        yield source
-    finally:
-        if hasattr(source, "close"):
-            source.close()
 
 
 if __name__ == "__main__":

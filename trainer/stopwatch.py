@@ -24,9 +24,9 @@ class Stopwatch:
     One thread uses it; others may ``glance`` at it, and read what is ``current``.
     """
 
-    def __init__(self, entered: Callable[[str], None] | None = None, clock: DeviceClock | None = None) -> None:
+    def __init__(self, clock: DeviceClock | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self.entered = entered
+        self.entered: Callable[[str], None] | None = None
         self.clock = clock
         self.timeline: Timeline | None = None
         """Timeline to record phases on; None while nobody records."""

@@ -14,14 +14,14 @@ from ...loader.errors import ConfigError
 from ...loader.limits import usable_cores
 from ...storage.errors import PenstockError
 from ...storage.files import write_whole
-from ..contenders import LIMIT, OURS, base_of
+from ..contenders import LIMIT, base_of
 from ..datasets import CASES
 from ..harness.job import Job, Measurement
 from ..harness.subprocesses import in_short, run_job
 from ..machine import describe_machine, list_versions
 from ..peers.catalogue import PEERS
 from ..peers.environments import clean
-from .cells import FREE_SETTINGS, Cell, FieldConfig, StoreName, cells_of, other_settings
+from .cells import FREE_SETTINGS, Cell, FieldConfig, cells_of, other_settings
 from .places import Places
 from .settings import forget, settle, with_late_modules
 from .summary import describe, figures_of, is_ours, summarise, too_slow
@@ -275,8 +275,3 @@ def _note_samples(name: str, run: Measurement, job: Job, notes: dict[str, str]) 
         notes[name] = f"{share:.0%} of a pass was read, and a whole one reckoned from its start and its rate"
     elif first.samples != job.num_samples:
         notes[name] = f"a pass delivered {first.samples:,} samples of {job.num_samples:,}"
-
-
-def is_complete(found: Mapping[str, Any], stores: Sequence[StoreName]) -> bool:
-    """Return whether every cell of these stores measured our own loader."""
-    return all(OURS in cell["contenders"] for cell in found["cells"] if cell["store"] in stores)

@@ -222,7 +222,8 @@ def jump_clock(seconds: float) -> None:
 
 def find_retries(loader: DistributedDataLoader[Any]) -> RetryStore | None:
     """The store that retries, under a cache or alone; None for a store without one."""
-    store = loader._resources.store
+    sources = loader._resources.sources
+    store: object = None if sources is None else sources.stores[0]
     while store is not None and not isinstance(store, RetryStore):
         store = getattr(store, "_inner", None)
     return store

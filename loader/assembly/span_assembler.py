@@ -15,7 +15,6 @@ from ..columns import Block
 from ..order.spans import ChunkRows, Span, SpanPlanner
 from ..pipeline.assembler import (
     MOST_AT_ONCE,
-    Delivery,
     Equipment,
     Start,
     cut_step,
@@ -26,12 +25,13 @@ from ..pipeline.assembler import (
     time_assembly,
 )
 from ..pipeline.delivery_log import to_keys
+from ..pipeline.delivery_queue import Delivery
 from ..pipeline.tuning import mean_row_bytes
 from .kind_rows import AnyRows, RowKinds
 from .look_ahead import Ahead, LookAhead
 
 if TYPE_CHECKING:
-    from ..reading.bad.quarantine import ReplacesChunks
+    from ..reading.bad.chunks import ReplacesChunks
     from ..sampler.sampler import Sampler
     from ..sources.kinds import Kind
     from ..sources.sources import Sources

@@ -1,11 +1,11 @@
-"""Arguments of other loaders, answered with what to use here."""
+"""Habits from other loaders, answered with what to use here: their arguments, and indexing."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 from ..errors import ConfigError
 
@@ -73,3 +73,20 @@ def refuse_foreign(init: Callable[P, None]) -> Callable[P, None]:
         init(*args, **kwargs)
 
     return checked
+
+
+class NoItems:
+    """A class's ``__getitem__`` whose use raises a TypeError that says ``text``.
+
+    ``hasattr`` finds no ``__getitem__``, so that frameworks that prefer it over ``__iter__`` still iterate.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
+        raise _NoItemsError(self._text)
+
+
+class _NoItemsError(TypeError, AttributeError):
+    """The TypeError of indexing, which ``hasattr`` takes for an attribute that is not there."""

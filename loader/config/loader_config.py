@@ -28,7 +28,7 @@ from .checks import (
 from .costs import CostArguments
 from .errors import ErrorArguments, OnError
 from .groups import GroupArguments
-from .mixture import Mixture, Source
+from .mixture import Mixture, Source, naming_source
 from .reshaping import Reshaping
 from .tuning import read_tuning
 
@@ -153,7 +153,6 @@ class LoaderConfig:
     cache_bytes: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-
         if self.is_mixture:
             self._refuse_whole()
         check_shuffle(self.shuffle)
@@ -292,14 +291,10 @@ class LoaderConfig:
             return packers[id(packing)]
 
         of = asked.given
-        try:
+        with naming_source(asked.name):
             return Reshaping.of(
                 of.keep, of.may_drop, of.transform, of.packing, self.costs, self.on_error, open_packer=open_packer
             )
-        except Exception as exc:
-            if asked.name:
-                exc.add_note(f"in the source {asked.name!r} of the mixture")
-            raise
 
     def _resolve_device(self) -> torch.device | None:
         if self.device is None or str(self.device) == "cpu":

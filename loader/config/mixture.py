@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, get_args
@@ -38,6 +39,17 @@ class _Inherited:
 
 _INHERITED: Any = _Inherited()
 _MOST_SOURCES = 1 << 12
+
+
+@contextmanager
+def naming_source(name: str) -> Iterator[None]:
+    """Name a mixture's source in the notes of what is raised inside; "" names none, where a data set is alone."""
+    try:
+        yield
+    except Exception as exc:
+        if name:
+            exc.add_note(f"in the source {name!r} of the mixture")
+        raise
 
 
 @dataclass(frozen=True)

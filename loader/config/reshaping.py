@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...storage.suggestions import did_you_mean
 from ..errors import ConfigError
 from ..formats.schema import NULL_SUFFIX, names_read, null_marks
-from ..order.state import PACKING
+from ..order.state import FILTER, PACKING
 from ..packing.config import Packing
 from ..pipeline.tuning import mean_row_bytes
 from .checks import check_names
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..packing.packer import Packer
     from .costs import CostArguments
     from .keep import KeepChoice, Sieve
-
-FILTER = "filter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +107,6 @@ class Reshaping:
         if packing is None:
             return {"kind": FILTER}
         return {"kind": PACKING, "packing": packing[0].fingerprint, "unit": packing[1]}
-
-    @property
-    def asks_about_all(self) -> bool:
-        """Return whether ``keep=`` is asked about whatever fields are delivered."""
-        return self.sieve is not None and self.sieve.columns is None
 
     def columns_to_read(self, manifest: Manifest, columns: Sequence[str] | None) -> list[str] | None:
         """Choose the decoded ``columns``, and those that ``keep=`` needs. Raises ConfigError where one is unknown."""

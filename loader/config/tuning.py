@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any, Literal
 
 from ...storage.suggestions import did_you_mean, unknown_choice
 from ..errors import ConfigError
-from ..limits import parse_bytes, usable_cores, usable_memory
+from ..limits import can_start_python, parse_bytes, usable_cores, usable_memory
 from ..pipeline.tuning import TuningChoice
 from ..ranks.detect import local_world_size
 from .checks import check_at_least
@@ -59,8 +57,7 @@ def read_tuning(
 
 def count_image_processes(cores: int) -> int:
     """Count the processes that are to decode a rank's images, of so many cores; 0 where its threads are to."""
-    is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
-    if cores < _LEAST_CORES or not is_python:  # an application that Python is part of would be started again
+    if cores < _LEAST_CORES or not can_start_python():
         return 0
     # Some are left to the loop, and to threads that fetch and copy.
     wanted = min(cores - 1 - cores // _CORES_A_SPARE, _MOST)

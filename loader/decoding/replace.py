@@ -11,10 +11,10 @@ import numpy as np
 
 from ..columns import KEY_COLUMN, AnyArray, Block
 from ..errors import DatasetError, DecodeError
-from ..order.permutation import IntArray, permutation, random_numbers, stream_key
+from ..order.permutation import FOR_FAR, FOR_NEAR, FOR_ROWS, IntArray, permutation, random_numbers, stream_key
 from ..order.spans import ChunkRows
+from ..reading.bad.chunks import DATA_ERRORS
 from ..reading.bad.file import Quarantined
-from ..reading.bad.quarantine import DATA_ERRORS
 from .byte_views import ByteViews
 from .gather import gather
 from .row_work import ResultValues, RowError, RowResults, RowTask, RowWork
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .rows import Rows
 
 
-_FOR_NEAR, _FOR_FAR, _FOR_ROWS = 7, 8, 9  # what a stream of random numbers is used for, as in plan.py
 NEAR = 8  # are tried in the bad sample's own chunk
 FAR = 8  # are tried in other chunks, one in each
 
@@ -46,12 +45,12 @@ def candidates(
     own = int(np.searchsorted(first_ids, sample_id, side="right")) - 1
     rows = _rows_of(own, samples, selection)
     rows = rows[rows != sample_id - int(first_ids[own])]
-    for place in permutation(len(rows), stream_key(_FOR_NEAR, *words))[:NEAR].tolist():
+    for place in permutation(len(rows), stream_key(FOR_NEAR, *words))[:NEAR].tolist():
         yield own, int(rows[place])
     chunks = np.flatnonzero(samples if selection is None else selection.counts)
     chunks = chunks[chunks != own]
-    draws = random_numbers(0, FAR, stream_key(_FOR_ROWS, *words)).tolist()
-    for place, draw in zip(permutation(len(chunks), stream_key(_FOR_FAR, *words)).tolist(), draws, strict=False):
+    draws = random_numbers(0, FAR, stream_key(FOR_ROWS, *words)).tolist()
+    for place, draw in zip(permutation(len(chunks), stream_key(FOR_FAR, *words)).tolist(), draws, strict=False):
         chunk = int(chunks[place])
         rows = _rows_of(chunk, samples, selection)
         yield chunk, int(rows[draw % len(rows)])

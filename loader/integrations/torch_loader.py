@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ..config.foreign import NoItems
 from ..errors import ConfigError
 from ..order.state import unseal
-from ..run.no_items import NoItems
 
 if TYPE_CHECKING:
     from ..data_loader import DistributedDataLoader
@@ -110,8 +110,7 @@ class _Batches(Dataset[Any]):
         self._loaded: int | None = None
 
     def __len__(self) -> int:
-        dataset = getattr(self._loader, "dataset", None)  # a mixture has none
-        return len(self._loader) * self._loader.global_batch_size if dataset is None else len(dataset)
+        return len(self._loader.dataset)
 
     def __getitem__(self, step: int) -> Any:
         if step != self._next:

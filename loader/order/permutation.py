@@ -17,6 +17,11 @@ _COUNTED = range(1 << 11, 1 << 21)
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
+# Uses of streams of random numbers, each the first word of its keys, so that no two share a stream. Orders and what
+# replaces bad samples follow from them for ever. RUNS and SOURCES have one number, and keys of unlike lengths.
+FOR_CHUNKS, FOR_WINDOWS, FOR_SUBSETS, FOR_CHUNK_DRAWS, FOR_ROW_DRAWS, FOR_RUNS = 1, 2, 3, 4, 5, 6
+FOR_SOURCES, FOR_NEAR, FOR_FAR, FOR_ROWS = 6, 7, 8, 9
+
 
 def mix64(values: UIntArray) -> UIntArray:
     """A bijection of uint64 that looks random: the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""

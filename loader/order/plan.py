@@ -24,7 +24,7 @@ import numpy as np
 
 from ..errors import ConfigError, PartitionError
 from .cached import cached_property
-from .permutation import IntArray, permutation, stream_key
+from .permutation import FOR_CHUNKS, FOR_WINDOWS, IntArray, permutation, stream_key
 from .selecting import Parts, Selection, lay_rows
 from .window import LaneWindow, Pieces, cut_into_pieces
 
@@ -104,8 +104,6 @@ class Share:
 _MASK = (1 << 64) - 1
 # Far beyond any use: more lanes would be arrays that no machine holds, larger numbers would not fit into int64.
 _MOST = {"lanes": 1 << 20, "window": 1 << 40, "piece": 1 << 40}
-# What a stream of random numbers is used for: a part of its key, so that no two uses share a stream.
-_FOR_CHUNKS, _FOR_WINDOWS = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,7 @@ def piece_order(num_pieces: int, order: Order, epoch: int) -> IntArray:
     """The pieces of an epoch in the order in which they are laid end to end: (num_pieces,) int64."""
     if not order.shuffle:
         return np.arange(num_pieces, dtype=np.int64)
-    return permutation(num_pieces, stream_key(_FOR_CHUNKS, order.seed, epoch))
+    return permutation(num_pieces, stream_key(FOR_CHUNKS, order.seed, epoch))
 
 
 def bit_reverse(values: IntArray, bits: int) -> IntArray:
@@ -283,7 +281,7 @@ class EpochPlan:
             chunks=chunks,
             first_rows=first_rows,
             bounds=edges - edges[0],
-            key=stream_key(_FOR_WINDOWS, self.order.seed, self.epoch, lane, index) if is_mixed else None,
+            key=stream_key(FOR_WINDOWS, self.order.seed, self.epoch, lane, index) if is_mixed else None,
             selected=selected,
         )
 
@@ -347,10 +345,6 @@ class Segments:
             slot=np.append(self.slot, others.slot),
         )
 
-    def of_step(self, step: int) -> Segments:
-        """Those of one step, which becomes step 0."""
-        return self.of_steps(step, step + 1)
-
     def of_steps(self, start: int, stop: int) -> Segments:
         """Those of some steps, of which the first becomes step 0."""
         cut = slice(*np.searchsorted(self.step, [start, stop]).tolist())
@@ -363,13 +357,9 @@ def rank_segments(
     rank: int,
     world_size: int,
     weights: Sequence[float] | None = None,
-    cuts: IntArray | None = None,
 ) -> Segments:
-    """One rank's share of consecutive global batches whose positions begin and end at ``bounds`` (steps + 1,).
-
-    ``cuts`` are those of ``share_bounds`` if not given.
-    """
-    return column_segments(lane_offsets(bounds, turns), rank, world_size, weights, cuts)
+    """One rank's share of consecutive global batches whose positions begin and end at ``bounds`` (steps + 1,)."""
+    return column_segments(lane_offsets(bounds, turns), rank, world_size, weights)
 
 
 def column_segments(
@@ -410,6 +400,7 @@ _MANY_CHUNKS_A_LANE = 4  # from here on a permutation of chunks mixes well by it
 _HELD_BYTES = 64 << 20  # a data set that any rank may hold whole
 _MOST_PIECES = 1 << 20  # bounds the memory of an order: 8 bytes a piece in each of three arrays
 _WINDOW_ROWS = 4096
+_MIXED_CHUNKS, _LANE_BYTES = 64, 64 << 20  # of the windows of whole chunks
 
 
 def choose_order(
@@ -464,16 +455,14 @@ def auto_piece(*, shuffle: bool, lanes: int, num_chunks: int, num_samples: int, 
     return -(-num_samples // _MOST_PIECES)
 
 
-def auto_window(
-    *, lanes: int, mean_chunk_bytes: float, piece: int = 0, pool_chunks: int = 64, lane_bytes: int = 64 << 20
-) -> int:
+def auto_window(*, lanes: int, mean_chunk_bytes: float, piece: int = 0) -> int:
     """Pieces to mix in a lane.
 
-    Whole chunks: enough for all lanes together to mix about ``pool_chunks``, within about ``lane_bytes`` a lane. Ranges
-    of rows, which the permutation has mixed already: as many as are worth planning at once.
+    Whole chunks: enough for all lanes together to mix about 64, within about 64 MiB a lane. Ranges of rows, which the
+    permutation has mixed already: as many as are worth planning at once.
     """
     if piece:
         return max(1, _WINDOW_ROWS // piece)
-    by_mixing = max(2, pool_chunks // lanes)
-    by_memory = int(lane_bytes // max(1.0, mean_chunk_bytes))
+    by_mixing = max(2, _MIXED_CHUNKS // lanes)
+    by_memory = int(_LANE_BYTES // max(1.0, mean_chunk_bytes))
     return max(1, min(by_mixing, by_memory, 8))

@@ -14,7 +14,17 @@ import numpy as np
 
 from ..errors import ConfigError, PartitionError
 from .cached import cached_property
-from .permutation import IntArray, UIntArray, permutation, random_numbers, random_numbers_at, stream_key
+from .permutation import (
+    FOR_CHUNK_DRAWS,
+    FOR_ROW_DRAWS,
+    FOR_SUBSETS,
+    IntArray,
+    UIntArray,
+    permutation,
+    random_numbers,
+    random_numbers_at,
+    stream_key,
+)
 
 _LARGEST = 1 << 30  # the largest weight as a whole number: sums of 2**33 of them are exact in int64
 _MOST_SAMPLES = 1 << 33
@@ -73,7 +83,6 @@ class Weights:
 
 
 BLOCK = 1 << 18  # samples that are decided at once
-_FOR_SUBSETS = 3  # plan.py's streams are 1 and 2
 _BUCKET_BITS = 16
 _ROUNDING = 1e-9  # how far the shares of a split may be from 1 together
 
@@ -191,7 +200,7 @@ class Subset:
 
     @property
     def _key(self) -> int:
-        return stream_key(_FOR_SUBSETS, self.seed)
+        return stream_key(FOR_SUBSETS, self.seed)
 
 
 def _within(numbers: UIntArray, bounds: tuple[int, int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
@@ -234,7 +243,6 @@ def _whole(name: str, value: object) -> int:
         raise ConfigError(f"{name}={value!r} is not a whole number") from None
 
 
-_FOR_CHUNK_DRAWS, _FOR_ROW_DRAWS = 4, 5  # what a stream of random numbers is used for, as in plan.py
 _U_STEPS = 1024  # the random start of a systematic sample is a multiple of 1/1024, so that sums with it are exact
 
 
@@ -352,7 +360,7 @@ class Selection:
         The draws of a chunk that has far more of them than samples are dealt to several parts in turn, so that its
         samples repeat far apart in the epoch. Up to a quarter more is one part: that costs no second read of the chunk.
         """
-        draws = _systematic(self._chunk_weights, self.num_samples, stream_key(_FOR_CHUNK_DRAWS, seed, epoch))
+        draws = _systematic(self._chunk_weights, self.num_samples, stream_key(FOR_CHUNK_DRAWS, seed, epoch))
         held = np.maximum(self.counts, 1)
         counts = np.where(draws > 0, np.maximum(1, -((held - 4 * draws) // (4 * held))), 0)  # parts of each chunk
         chunks = np.repeat(np.arange(len(draws)), counts)
@@ -361,7 +369,7 @@ class Selection:
 
         def rows_of(part: int) -> IntArray:
             chunk = int(chunks[part])
-            drawn = self._draw_rows(weights, chunk, int(draws[chunk]), stream_key(_FOR_ROW_DRAWS, seed, epoch, chunk))
+            drawn = self._draw_rows(weights, chunk, int(draws[chunk]), stream_key(FOR_ROW_DRAWS, seed, epoch, chunk))
             return drawn[int(turn[part]) :: int(counts[chunk])]
 
         return Parts(chunks, samples, rows_of)

@@ -46,7 +46,7 @@ def check_seal(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
 # must not be read by a penstock that does not know these.
 _VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_STREAMS, _VERSION_OF_BUCKETS = 1, 2, 3, 4, 6
 _VERSIONS = (_VERSION, _VERSION_OF_PIECES, _VERSION_OF_SELECTIONS, _VERSION_OF_STREAMS, _VERSION_OF_BUCKETS)
-PACKING = "packing"  # the kind of a stream whose outputs may be more than its samples
+FILTER, PACKING = "filter", "packing"  # kinds of streams; of the second outputs may be more than samples
 _MOST_EPOCHS = 1 << 62  # logs keep them as int64
 _SHOWN = 8  # names of what is no state
 _PASS = "pass what DistributedDataLoader.state_dict() returned"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..dataset.manifest import Manifest
     from ..order.selecting import Selection
     from ..reading.bad.samples import BadOfSources
-    from .assembler import Delivery
+    from .delivery_queue import Delivery
 
 MAGIC = 0x70656E73746F636B
 SKIP_MAGIC = 0x70656E736B697070

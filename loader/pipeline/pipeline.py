@@ -23,9 +23,10 @@ from ..decoding.batch import BatchMaker, UnfinishedBatch
 from ..decoding.batch_memory import BatchMemory
 from ..reading.chunk_memory import Leases
 from ..reading.chunk_reader import ChunkReader
-from .assembler import Assembler, Delivery, DeliveryQueue, Equipment, Start
+from .assembler import Assembler, Equipment, Start
 from .autotune import Sums, Tuner
 from .delivery_log import pair_replaced
+from .delivery_queue import Delivery, DeliveryQueue
 from .device import DeviceFeeder
 
 if TYPE_CHECKING:
@@ -61,18 +62,17 @@ class Pipeline:
         counters: Counters,
         make_assembler: Callable[[Equipment, Start], Assembler],
         start: Start,
-        workers: WorkerPool | None = None,
-        images: ImageProcesses | None = None,
-        replacer: Replacer | None = None,
-        tuner: Tuner | None = None,
-        read_waits: Callable[[float], float] | None = None,
+        read_waits: Callable[[float], float] | None,
+        workers: WorkerPool | None,
+        images: ImageProcesses | None,
+        replacer: Replacer | None,
+        tuner: Tuner,
     ) -> None:
         """Make its parts; ``read_waits`` says how long a loop in another process has waited, until a given time."""
         self._source = source
         self._tuner = tuner
         self._read_waits = self._sum_waits if read_waits is None else read_waits
-        if tuner is not None:
-            options = tuner.begin(options, source.mean_reserve)
+        options = tuner.begin(options, source.mean_reserve)
         self._counters = counters
         self._stopping = Event()
         # On a device two batches wait, the fewest that keep it fed: its memory belongs to the model.
@@ -134,7 +134,7 @@ class Pipeline:
         if self._feeder is not None:
             self._threads.append(Thread(target=self._feed, name="penstock-copy"))
         self._set_read_ahead(options.read_ahead_bytes)
-        if tuner is not None and tuner.is_on:
+        if tuner.is_on:
             tune = partial(tuner.run, self, self._stopping)
             self._threads.append(Thread(target=tune, name="penstock-tune"))
 
@@ -212,15 +212,15 @@ class Pipeline:
         if self._feeder is not None:
             waiting += self._host_out.count()[0]
         processes = self._maker.processes
-        levels = replace(
+        return replace(
             self._reader.levels(),
             waiting_batches=waiting,
             ready_batches=ready,
             decode_threads=processes or self._maker.parts,
             decode_processes=processes,
+            tuning_changes=self._tuner.changes,
+            tuning=self._tuner.reason,
         )
-        tuner = self._tuner
-        return levels if tuner is None else replace(levels, tuning_changes=tuner.changes, tuning=tuner.reason)
 
     @property
     def is_stopped(self) -> bool:

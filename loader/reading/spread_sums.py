@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from os import cpu_count
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -24,9 +24,6 @@ from ..formats.detect import make_format
 from .checksum import known_sums, sum_chunk, with_sums
 from .layouts import HeaderCache
 
-if TYPE_CHECKING:
-    import os
-
 Sums = tuple[int, SumArray]
 _TASK_BYTES = 64 << 20
 _THREADS = 4  # of a task: it waits for the store most of the time
@@ -40,9 +37,7 @@ def sum_in_cluster(
     cluster: str,
     *,
     storage_options: Mapping[str, Any] | None = None,
-    progress: bool = True,
     saved: Manifest | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Manifest:
     """The manifest with the checksums that ``sum_chunks`` finds, by tasks on a Ray cluster (see ``open_cluster``).
 
@@ -56,14 +51,14 @@ def sum_in_cluster(
     from ..progress import show_progress
 
     known = {} if saved is None else known_sums(saved)
-    kept = _Kept(manifest, cache_dir)
+    kept = _Kept(manifest)
     found = kept.load()
     for index in range(manifest.num_chunks):
         before = known.get(manifest.chunk(index))
         if before is not None:
             found[index] = before
     todo = [index for index in range(manifest.num_chunks) if index not in found]
-    with show_progress("reading", manifest.num_bytes, unit="B", enabled=progress) as advance:
+    with show_progress("reading", manifest.num_bytes, unit="B", enabled=True) as advance:
         advance(sum(int(manifest.lengths[index]) for index in found))
         if todo:
             with open_cluster(cluster, cpus=max(2, cpu_count() or 1)) as ray:
@@ -144,8 +139,8 @@ class _Kept:
     Where the store has no ETags nothing is kept, because an object could have changed unnoticed.
     """
 
-    def __init__(self, manifest: Manifest, cache_dir: str | os.PathLike[str] | None) -> None:
-        self._files = SealedFolder("sums", cache_dir, kept=_KEPT)
+    def __init__(self, manifest: Manifest) -> None:
+        self._files = SealedFolder("sums", None, kept=_KEPT)
         shards = [[shard.key, shard.size, shard.etag] for shard in manifest.shards]
         self._key: str | None = None
         if all(shard.etag is not None for shard in manifest.shards):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from ..pipeline.assembler import Assembler, Equipment, Start
     from ..pipeline.beside.requests import Known
     from ..ranks.ledger import Ledgers
-    from ..reading.bad.quarantine import BadChunk
+    from ..reading.bad.chunks import BadChunk
     from ..reading.bad.samples import BadNews, BadSamples
     from ..sources.kinds import Kind
     from ..sources.quarantine import Quarantine
@@ -121,7 +120,7 @@ def _open_index(config: LoaderConfig, sources: Sources, cost: Cost) -> Sequence[
 
     found = []
     for number, source in enumerate(sources):
-        with sources.naming(number) if sources.is_mixed else nullcontext():
+        with sources.naming(number):
             options = source.options.storage_options
             found.append(open_costs(source.manifest, cost, storage_options=options, cache_dir=config.cache_dir))
     return found

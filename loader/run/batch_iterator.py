@@ -10,7 +10,7 @@ from ..decoding.row_work import BatchT
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
     from .run import Run
 
 

@@ -36,7 +36,7 @@ from .resources import Resources
 from .run import Run
 
 if TYPE_CHECKING:
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
     from ..pipeline.pipeline import Pipeline
 
 _REPORT_S = 0.05
@@ -81,7 +81,7 @@ class Server:
 
     def __init__(self, work: Work, feed: socket.socket, board: Board) -> None:
         config, counters, resources = work.config, Counters(), Resources()
-        sources = resources.store = open_sources(config, counters)
+        sources = resources.sources = open_sources(config, counters)
         self._run = run = Run(config, sources, make_sampler(config, sources), resources, counters)
         self._packing = [counters, *run.reading.counts] if config.packs else []
         self._packed = [dict.fromkeys(PACKED, 0) for _ in self._packing]
@@ -97,7 +97,6 @@ class Server:
         self._brought: deque[tuple[int, News]] = deque(maxlen=_MOST_UNREAD)  # by the delivery that brings it, from 1
         self._warned: list[Warned] = []
         self._sender: Thread | None = None
-        self._timeline: Timeline | None = None
         self._changing = threading.Lock()
         self._filling = threading.Lock()  # held while a slot is filled, and before the other
         warnings.simplefilter("default")
@@ -311,7 +310,7 @@ class Server:
 
     def _report(self) -> None:
         run = self._run
-        pipeline, store = run.resources.pipeline, run.resources.store
+        pipeline, sources = run.resources.pipeline, run.resources.sources
         totals = run.counters.totals().to_dict()
         for name in (*_BY_THE_LOOP, *PACKED):
             del totals[name]
@@ -319,7 +318,7 @@ class Server:
         activity: Mapping[str, Any] = {}
         if pipeline is not None and not pipeline.is_stopped:
             levels, activity = asdict(pipeline.levels()), pipeline.activity()
-            running, limit = count_running(store)
+            running, limit = count_running(sources)
             levels |= {"running_requests": running, "request_limit": limit}
         with self._changing:
             report = Report(
@@ -327,7 +326,7 @@ class Server:
                 sent=self._sent,
                 totals=totals,
                 estimates=self._estimate(),
-                store=count_store(store),
+                store=count_store(sources),
                 levels=levels,
                 activity=activity,
             )

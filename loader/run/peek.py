@@ -17,7 +17,7 @@ from .assembly import make_assembler
 
 if TYPE_CHECKING:
     from ..columns import Block
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
     from ..reading.chunk_source import ChunkSource
     from .run import Run
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from ..decoding.values import IMAGE_EXTENSIONS
 from ..errors import ConfigError
+from ..limits import can_start_python
 
 if TYPE_CHECKING:
     from ..config.loader_config import LoaderConfig
@@ -94,7 +93,7 @@ def _obstacles(config: LoaderConfig, sources: Sources) -> Iterator[str]:
     """Yield what a process beside this one cannot do."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         yield "this system has no memory without names to share (memfd_create)"
-    if not Path(sys.executable or "").name.startswith("python") or getattr(sys, "frozen", False):
+    if not can_start_python():
         yield "an application that Python is part of would be started again"
     if config.raw == "view":
         yield "raw='view' hands out memory of the process that reads"

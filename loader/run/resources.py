@@ -1,4 +1,4 @@
-"""The resources that a loader must release, however it ends: its pipeline, worker processes, store and delivery log."""
+"""The resources that a loader must release, however it ends: its pipeline, processes, stores and delivery log."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..pipeline.pipeline import Pipeline
     from ..ranks.calls import Calls
     from ..ranks.peers import PeerWatch
+    from ..sources.sources import Sources
 
 _process = os.getpid()  # this one's number: asking the kernel for each batch takes longer than all else about it
 
@@ -36,7 +37,7 @@ class Resources:
     """
 
     def __init__(self) -> None:
-        self.store: Any = None
+        self.sources: Sources | None = None
         self.pipeline: Pipeline | RemotePipeline | None = None
         self.process: LoaderProcess | None = None
         self.workers: WorkerPool | None = None
@@ -46,7 +47,7 @@ class Resources:
         self.names: tuple[str, ...] = ()  # by which other ranks know the loader
         self.calls: Calls | None = None  # which are compared with those of the other ranks
         self.others: list[Any] = []  # what its users want closed with it
-        self._counts = StoreCounts()  # of the store, once it is closed
+        self._counts = StoreCounts()  # of the stores, once they are closed
         self._is_closed = False
         self._closing = threading.RLock()
         self._process = _process
@@ -86,15 +87,15 @@ class Resources:
         if process is not None:
             process.count()
             levels = replace(levels, loader_process=process.pid)
-        running, limit = count_running(self.store)
+        running, limit = count_running(self.sources)
         taken = resident_bytes() or 0
         return replace(levels, running_requests=running, request_limit=limit, process_bytes=taken)
 
     def count_store(self) -> StoreCounts:
-        """Count the store's requests so far; after ``close``, until then."""
-        store, process = self.store, self.process
-        counts = self._counts if store is None else count_store(store)
-        return counts if process is None or store is None else add_counts(counts, process.count_store())
+        """Count the requests to all stores so far; after ``close``, until then."""
+        sources, process = self.sources, self.process
+        counts = self._counts if sources is None else count_store(sources)
+        return counts if process is None or sources is None else add_counts(counts, process.count_store())
 
     @property
     def _is_ours(self) -> bool:
@@ -173,7 +174,8 @@ class Resources:
             if self.process is not None:
                 self.process.close()
             self._counts = self.count_store()
-            for owned in (self.workers, self.images, self.store):  # before the pipeline's threads, which wait for these
+            # Before the pipeline's threads, which wait for these.
+            for owned in (self.workers, self.images, self.sources):
                 if owned is not None:
                     owned.close()
             self.stop_pipeline()
@@ -181,7 +183,7 @@ class Resources:
                 self.peers.leave(self)
             if self.log is not None:
                 self.log.close()
-            self.workers = self.images = self.process = self.log = self.store = self.peers = None
+            self.workers = self.images = self.process = self.log = self.sources = self.peers = None
 
 
 _ALL: weakref.WeakSet[Resources] = weakref.WeakSet()

@@ -18,6 +18,7 @@ from ..pipeline.device import DeviceFeeder
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.tuning import PipelineOptions, tune
 from ..ranks.detect import check_rank
+from ..sampler.sampler import ignore
 from ..sources.kinds import group_kinds, open_kinds
 from ..sources.quarantine import Quarantine
 from .assembly import Reading, make_assembler
@@ -45,8 +46,8 @@ _RECORDING = threading.Lock()
 class Run:
     """A loader's sources, its place in their order, and the pipeline that is ahead of it.
 
-    Only its newest pass may continue. Used by the training loop's thread only. Mutable state besides the
-    sampler and the resources: how many passes have begun.
+    Only its newest pass may continue. Used by the training loop's thread only. Mutable state besides the sampler and
+    the resources: how many passes have begun, where batches are made, and what tuning has found.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class Run:
         self.note_call(f"skip_batches({count})")
         self._note_move()
         log = self.resources.log
-        self.sampler.skip(count, (lambda *_: None) if log is None else log.record_skip, self._record_rest)
+        self.sampler.skip(count, ignore if log is None else log.record_skip, self._record_rest)
 
     def seek(self, epoch: int, batch: int) -> None:
         """Go to a batch of an epoch; what was read ahead is kept if that is the next one anyway."""
@@ -258,8 +259,6 @@ class Run:
 
     def set_weights(self, weights: Mapping[str, float], at: int | None) -> None:
         """Change the weights of a mixture's sources from the next batch, or from position ``at``, on."""
-        if not self.sources.is_mixed:
-            raise ConfigError("set_weights on a loader of one data set; it is for a Mixture of several")
         self.resources.check_open()
         before = self.sampler.upcoming
         self.sampler.set_weights(weights, at)

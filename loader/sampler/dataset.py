@@ -13,7 +13,7 @@ from ..order.costs.steps import BudgetSteps, EvenSteps, Steps
 from ..order.outputs import Cursors
 from ..order.plan import Choice, Order, Share, choose_order, lane_offsets, lane_sizes, lane_turns, require_steps
 from ..order.spans import EpochCourse, SourceOrder
-from ..order.state import PACKING, LoaderState
+from ..order.state import FILTER, PACKING, LoaderState
 from .schedule import Place, Schedule
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..order.costs.costs import SampleCosts
     from ..order.selecting import Selection
     from ..ranks.ledger import Ledgers
-
-FILTER = "filter"
 
 
 class DatasetSchedule(Schedule):

@@ -16,7 +16,7 @@ from ..order.costs.buckets import Bucket, BucketedOrder, add_buckets, check_buck
 from ..order.mixture import Cursor, Lap, MixturePlan, is_over
 from ..order.mixture_state import MixtureState, SourceState, SourceStream
 from ..order.outputs import Cursors
-from ..order.permutation import IntArray, stream_key
+from ..order.permutation import FOR_SOURCES, IntArray, stream_key
 from ..order.plan import Choice, Order, Share, choose_order, lane_sizes
 from ..order.spans import MixtureCourse, SourceOrder
 from .resuming import identity_of, match_sources, merge_changes, refuse_other_stream, yields_alike
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from ..order.costs.costs import SampleCosts
     from ..order.costs.steps import Steps
     from ..order.outputs import Cursors
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
     from ..ranks.ledger import EpochLedger, Ledgers
     from ..sources.sources import OpenSource, Sources
 
-_FOR_SOURCES = 6  # what a stream of random numbers is used for, as in plan.py
 _MOST_AHEAD = 10_000  # epochs, whose ends are found one after another
 
 
@@ -153,7 +152,7 @@ class MixtureSchedule(Schedule):
     def _choose(self, number: int, **choices: Any) -> SourceOrder:
         """Choose the order of a source that begins here: seeded by its name, so that other sources do not change it."""
         source: OpenSource = self._sources[number]
-        seed = stream_key(_FOR_SOURCES, self._order.seed, xxhash.xxh3_64_intdigest(source.name.encode()))
+        seed = stream_key(FOR_SOURCES, self._order.seed, xxhash.xxh3_64_intdigest(source.name.encode()))
         counts = source.chunk_samples
         order = choose_order(
             seed=seed,

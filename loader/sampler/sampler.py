@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..order.outputs import Cursors
     from ..order.plan import Order, Share
     from ..order.spans import Course, SourceOrder
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
     from .schedule import Schedule, State
 
 Report = Callable[[int, int, int], None]  # gets positions of an epoch: (epoch, start, stop)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..order.costs.steps import Steps
     from ..order.plan import Order, Share
     from ..order.spans import Course, SourceOrder
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
     from .unsized import Unsized
 
 Place = tuple[int, int]  # an epoch, and how many of its positions are consumed

@@ -13,7 +13,7 @@ from ..ranks.ledger import EpochLedger, Ledgers, PlainLedger, order_key
 if TYPE_CHECKING:
     from ..order.plan import Share
     from ..order.spans import SourceOrder
-    from ..pipeline.assembler import Delivery
+    from ..pipeline.delivery_queue import Delivery
 
 Laps = tuple[Lap, ...]  # of all sources
 

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from ..columns import KEY_COLUMN, Block, IntArray
+from ..config.checks import fields_of
 from ..config.reshaping import fields_of_rows
 from ..decoding.gather import gather
 from ..errors import ConfigError, LoaderClosedError, MemoryLimitError
 from ..order.spans import ChunkRows
-from ..reading.bad.quarantine import DATA_ERRORS
+from ..reading.bad.chunks import DATA_ERRORS
 from .kinds import Kind, group_kinds
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def compare_names(sources: Sequence[OpenSource]) -> None:
 def _names(source: OpenSource) -> dict[str, Any]:
     names = source.columns
     if names is None:
-        names = [*source.manifest.fields, *([KEY_COLUMN] if source.manifest.format == "tar" else [])]
+        names = fields_of(source.manifest)
     types = source.manifest.schema.get("columns", {})
     return {name: str(types[name]["type"]) if name in types else None for name in names}
 

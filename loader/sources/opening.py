@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ...storage import open_store
 from ...storage.store import is_encrypted
 from ..config.checks import check_names, fields_of, make_selection
+from ..config.mixture import naming_source
 from ..dataset.class_names import LABEL_FIELD, join_class_names, warn_of_numbers
 from ..dataset.index import find_manifest
 from ..errors import ConfigError
@@ -37,7 +38,7 @@ def open_sources(config: LoaderConfig, counters: Counters) -> Sources:
     opened: list[OpenSource] = []
     try:
         for asked, reshaping in zip(config.sources, config.reshapings, strict=True):
-            with _naming(asked):
+            with naming_source(asked.name):
                 opened.append(_open(asked, reshaping, config, counters))
         if config.is_mixture:
             _mark_alike(opened)
@@ -49,16 +50,6 @@ def open_sources(config: LoaderConfig, counters: Counters) -> Sources:
     except BaseException:
         for source in opened:
             source.store.close()
-        raise
-
-
-@contextmanager
-def _naming(asked: AskedSource) -> Iterator[None]:
-    try:
-        yield
-    except Exception as exc:
-        if asked.name:
-            exc.add_note(f"in the source {asked.name!r} of the mixture")
         raise
 
 

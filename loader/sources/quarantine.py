@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import DatasetError
 from ..order.spans import ChunkRows
-from ..reading.bad.quarantine import DATA_ERRORS, BadChunk, BadChunkWarning
+from ..reading.bad.chunks import DATA_ERRORS, BadChunk, BadChunkWarning
 from ..reading.chunk_source import AvoidedError
 
 if TYPE_CHECKING:

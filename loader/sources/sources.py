@@ -7,8 +7,8 @@ reader, one budget and one gathering serve all.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from ..config.mixture import naming_source
 from ..dataset.manifest import Manifest
 from ..decoding.row_work import IDS
 from ..order.cached import cached_property
@@ -110,14 +111,9 @@ class Sources(Sequence[OpenSource]):
     def __getitem__(self, index: Any) -> Any:
         return self._sources[index]
 
-    @contextmanager
-    def naming(self, source: int) -> Iterator[None]:
-        """Name a source in the notes of what is raised inside."""
-        try:
-            yield
-        except Exception as exc:
-            exc.add_note(f"in the source {self.names[source]!r} of the mixture")
-            raise
+    def naming(self, source: int) -> AbstractContextManager[None]:
+        """Name a mixture's source in the notes of what is raised inside."""
+        return naming_source(self.names[source] if self.is_mixed else "")
 
     def of_chunk(self, chunk: int) -> tuple[int, int]:
         """Find the source of a joint chunk, and the chunk's number in it."""

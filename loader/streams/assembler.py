@@ -30,17 +30,9 @@ from ..errors import PartitionError
 from ..order.outputs import Cursors
 from ..order.plan import Share, share_bounds
 from ..order.spans import SourceOrder
-from ..pipeline.assembler import (
-    Delivery,
-    Equipment,
-    Start,
-    gather_apart,
-    hand_over,
-    pick_uses,
-    steps_at_once,
-    time_assembly,
-)
+from ..pipeline.assembler import Equipment, Start, gather_apart, hand_over, pick_uses, steps_at_once, time_assembly
 from ..pipeline.delivery_log import to_keys
+from ..pipeline.delivery_queue import Delivery
 from ..ranks.channel import wait_for_ranks
 from ..ranks.ledger import EpochLedger, Ledgers, order_key
 from ..sources.fields import check_fields

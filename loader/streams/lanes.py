@@ -163,11 +163,6 @@ class LaneBuffer:
         """Count, from an output on, those without room; of the last ``least_kept`` outputs keep the ids."""
         self._counted_from, self._least_kept, self._room = output, least_kept, room
 
-    def holds_from(self, output: int) -> bool:
-        """Return whether all outputs from a number on, to the lane's end, are loaded."""
-        begun = self.blocks[0].first if self.blocks else self.found
-        return self.done == self.size and not self.ends and begun <= max(self._base, output - 1)
-
     def has(self, start: int, stop: int) -> bool:
         """Return whether outputs ``start`` to ``stop``, and the one before them, are loaded."""
         if not self.blocks:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..order.spans import ChunkRows
     from ..packing.packer import Packer
     from ..pipeline.assembler import Equipment
-    from ..reading.bad.quarantine import ReplacesChunks
+    from ..reading.bad.chunks import ReplacesChunks
 
 _NONE: IntArray = np.empty(0, np.int64)
 

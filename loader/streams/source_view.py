@@ -17,7 +17,7 @@ from .transforms import FilterTransform, LaneTransform
 if TYPE_CHECKING:
     from ..columns import Block
     from ..pipeline.assembler import Equipment, ReadsChunks
-    from ..reading.bad.quarantine import ReplacesChunks
+    from ..reading.bad.chunks import ReplacesChunks
     from ..reading.bad.samples import BadSamples
     from ..sources.kinds import Kind
 

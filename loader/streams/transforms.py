@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..decoding.row_job import RowJob
     from ..decoding.rows import Rows
     from ..pipeline.assembler import Equipment
-    from ..reading.bad.quarantine import ReplacesChunks
+    from ..reading.bad.chunks import ReplacesChunks
 
 
 @dataclass(frozen=True, slots=True)

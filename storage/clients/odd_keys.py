@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..checks import is_key
 from ..store import ObjectInfo
+from ..suggestions import list_some
 
 _LOG = logging.getLogger(__name__)
 _NAMED = 3
@@ -29,10 +30,9 @@ def leave_out_odd(
     if odd and url not in _warned:
         _warned.add(url)
         _LOG.warning(
-            "%s: these keys cannot be read and are left out: %s%s; they have an empty, '.' or '..' part or a control "
+            "%s: these keys cannot be read and are left out: %s; they have an empty, '.' or '..' part or a control "
             "character, so rename them if they are data",
             url,
-            ", ".join(map(repr, odd[:_NAMED])),
-            f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else "",
+            list_some([*map(repr, odd)], _NAMED),
         )
     return [info for info in found if is_usual(info.key)] if odd else list(found)

@@ -69,7 +69,7 @@ def count_running(store: object) -> tuple[int, int]:
 
 def fastest_response_s(store: object) -> float | None:
     """Shortest round trip to the store's host that this process has seen, in seconds; None before any response."""
-    return next((limiter.round_trip_s for limiter in _limiters(store)), None)
+    return next((limiter.round_trip_s for each in _all_of(store) for limiter in _limiters(each)), None)
 
 
 def _all_of(store: object) -> Sequence[object]:

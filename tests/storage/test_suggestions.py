@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.storage import UnsupportedURLError, open_client
-from penstock.storage.suggestions import did_you_mean, nearest, unknown_choice
+from penstock.storage.suggestions import did_you_mean, list_some, nearest, unknown_choice
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,9 @@ def test_an_unknown_option_of_a_store_is_refused_with_the_one_that_was_meant(url
 def test_an_unknown_scheme_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(UnsupportedURLError, match=r"did you mean 'https'\?"):
         open_client("htps://host/x/")
+
+
+def test_a_long_list_of_names_ends_with_their_number() -> None:
+    assert list_some(["a", "b", "c"], 3) == "a, b, c"
+    assert list_some({3: "x", 5: "y", 8: "z"}, 2) == "3, 5 and 1 more"
+    assert list_some([], 2) == ""

@@ -109,15 +109,13 @@ def read_memory() -> tuple[int, int]:
     return 1024 * int(fields.get("MemTotal", 0)), 1024 * int(fields.get("MemAvailable", 0))
 
 
-def measure_space(folder: Path, *, write: bool = True) -> SpaceFacts:
-    """The space of a folder, or of the nearest one above it that exists; with ``write``, a file of 1 MiB is tried."""
+def measure_space(folder: Path) -> SpaceFacts:
+    """The space of a folder, or of the nearest one above it that exists, where a file of 1 MiB is tried."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         space = os.statvfs(there)
         kind = kind_of_disk(there.stat().st_dev)
-        problem = ""
-        if write:
-            problem = _try_to_write(there)
+        problem = _try_to_write(there)
     except OSError as exc:
         return SpaceFacts(path=str(folder), free_bytes=0, total_bytes=0, problem=exc.strerror or str(exc))
     free = space.f_bavail * space.f_frsize

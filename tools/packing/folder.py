@@ -16,6 +16,7 @@ from ...loader.dataset.class_names import LABEL_FIELD
 from ...loader.errors import DatasetError
 from ...loader.formats.shard import is_system
 from ...storage import ObjectInfo, Store
+from ...storage.suggestions import list_some
 from ...storage.threads.daemon_pool import DaemonPool
 from .grouping import group_files
 from .samples import Batch
@@ -160,8 +161,7 @@ def name_images(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[s
     counts = Counter(names.get(field, field) for fields in samples for field in fields)
     partial = [f"{name!r} ({count:,} of {len(samples):,})" for name, count in counts.items() if count < len(samples)]
     if partial:
-        shown = ", ".join(partial[:5]) + (f" and {len(partial) - 5} more" if len(partial) > 5 else "")
-        notes.append(f"only some samples have the fields {shown}")
+        notes.append(f"only some samples have the fields {list_some(partial, 5)}")
     return notes, names
 
 

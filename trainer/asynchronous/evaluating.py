@@ -14,13 +14,13 @@ from ..errors import CheckpointError
 from ..evaluation.metrics import MetricSums
 from ..evaluation.modes import in_evaluation
 from ..parallel.precision import compute_context
-from ..recipes.recipe import Recipe
+from ..recipes.recipe import Recipe, opened
 from ..server.client import ClientConfig, ServerClient
 from ..server.embedding import find_tables
 from ..server.messages import READER, Header
 from ..server.schema import Schema
 from ..server.services import Begun, Services
-from .setup import open_evaluation_data, opened, trained_parameters
+from .setup import open_evaluation_data, trained_parameters
 
 
 class Reader:

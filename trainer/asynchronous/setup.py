@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..diloco.served import make_outer
 from ..errors import RecipeError, TrainerConfigError
 from ..ranks.world import World
 from ..recipes.parameter_groups import freeze_parameters
-from ..recipes.recipe import Component, Recipe
+from ..recipes.recipe import Component, Recipe, opened
 from ..reproducibility import seed_all
 from ..server.embedding import find_tables
 from ..server.optimizers import Adagrad, AdamW, Optimizer, Sgd
@@ -101,7 +100,7 @@ def make_schema(model: nn.Module) -> Schema:
     )
 
 
-def make_server_config(recipe: Recipe, model: nn.Module, *, run: str, token: str = "") -> ServerConfig:
+def make_server_config(recipe: Recipe, model: nn.Module, *, run: str) -> ServerConfig:
     """Make what the shards of a run agree on."""
     options = recipe.trainer.server
     is_learned = recipe.trainer.parallel.mode == "diloco"
@@ -132,7 +131,6 @@ def make_server_config(recipe: Recipe, model: nn.Module, *, run: str, token: str
         dense=dense,
         rows=rows,
         scales_by_staleness=options.scales_by_staleness,
-        token=token,
     )
 
 
@@ -210,16 +208,6 @@ def open_evaluation_data(recipe: Recipe) -> Any:
     """Open the evaluation's data whole."""
     assert recipe.evaluation_data is not None
     return _alone(recipe.evaluation_data).make()
-
-
-@contextmanager
-def opened(source: Any) -> Iterator[Any]:
-    """Close what can be closed in the end."""
-    try:
-        yield source
-    finally:
-        if hasattr(source, "close"):
-            source.close()
 
 
 def _find_rows(data: Component, workers: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..data.batches import count_rows, move_batch
 from ..errors import NonFiniteLossError, TrainerConfigError
 from ..parallel.precision import compute_context
-from ..recipes.recipe import Recipe
+from ..recipes.recipe import Recipe, opened
 from ..reproducibility import seed_step
 from ..server.client import ServerClient
 from ..server.embedding import find_tables
@@ -29,7 +29,7 @@ from .batches import LeasedBatch, LeasedBatches
 from .evaluating import Reader, evaluate, export
 from .exchange import Exchange, Gradients
 from .member import Member, Pulse, WorkerOptions
-from .setup import build_model, make_optimizer, make_schema, open_worker_data, opened, trained_parameters
+from .setup import build_model, make_optimizer, make_schema, open_worker_data, trained_parameters
 
 _BUILDING = threading.Lock()  # seeds are the process's
 _REPORT_S = 0.25

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
+from ...storage.suggestions import list_some
 from ..parallel.precision import local_part
 
 OPTIMIZER = "optimizer"
@@ -62,9 +63,9 @@ def describe_frozen(frozen: Sequence[str], new: Sequence[str]) -> list[str]:
     """Sentences on the parameters whose state is dropped, and on those that the optimizer did not have then."""
     notes = []
     if frozen:
-        notes.append(f"the optimizer state of what is no longer trained is dropped: {_some(frozen)}")
+        notes.append(f"the optimizer state of what is no longer trained is dropped: {list_some(frozen, _NAMED)}")
     if new:
-        notes.append(f"what is newly trained starts without optimizer state: {_some(new)}")
+        notes.append(f"what is newly trained starts without optimizer state: {list_some(new, _NAMED)}")
     return notes
 
 
@@ -144,8 +145,3 @@ def _zero_state(state: Mapping[str, Any]) -> None:
                 value.zero_()
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 values[name] = type(value)(0)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from ...storage.store import ByteRange
+from ...storage.suggestions import list_some
 from ..errors import CheckpointError, CheckpointMismatchError
 from ..parallel.pipeline.names import StageNames
 from .groups import collect_groups, describe_differing, describe_saved_groups, find_group
@@ -383,9 +384,8 @@ def describe_conversions(model_state: Mapping[str, object], prefix: str, metadat
             converted.setdefault((there, here), []).append(name)
     sentences = []
     for (there, here), names in converted.items():
-        more = f" and {len(names) - _NAMED_CONVERTED} more" if len(names) > _NAMED_CONVERTED else ""
         sentences.append(
-            f"{', '.join(names[:_NAMED_CONVERTED])}{more}: {_dtype_name(here)} in this model, "
+            f"{list_some(names, _NAMED_CONVERTED)}: {_dtype_name(here)} in this model, "
             f"{_dtype_name(there)} in the checkpoint; values are converted, so the run differs from an unbroken one"
         )
     return sentences

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
+from ...storage.suggestions import list_some
 from ..errors import TrainerConfigError
 from ..ranks.mesh import Mesh
 from .buckets import choose_bucket_mb
@@ -89,9 +90,8 @@ class LocalExchange:
     def _finish(self) -> None:
         missing = [name for one, name in self._names.items() if one not in self._there]
         if missing and not self._may_be_unused:
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise TrainerConfigError(
-                f"the parameters {', '.join(missing[:_SHOWN])}{more} got no gradient in a step's last microbatch, and "
+                f"the parameters {list_some(missing, _SHOWN)} got no gradient in a step's last microbatch, and "
                 "the ranks wait for it; set parallel.unused_parameters=True, or freeze them with "
                 "requires_grad_(False) before the trainer is made"
             )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from ...storage.suggestions import list_some
 from ..errors import TrainerConfigError
 from ..ranks.world import World
 from .meta import RESETS, is_on_meta, join_name, lost_values, own_tensors, writers_of_tied
@@ -99,12 +100,11 @@ class Materialiser:
     def refuse(self) -> None:
         """Raise a TrainerConfigError where memory would be used as it was found, naming the tensors and why."""
         if self.uninitialised:
-            named = [f"{name} ({why})" for name, why in list(self.uninitialised.items())[:_SHOWN]]
-            more = f" and {len(self.uninitialised) - _SHOWN} more" if len(self.uninitialised) > _SHOWN else ""
+            named = [f"{name} ({why})" for name, why in self.uninitialised.items()]
             raise TrainerConfigError(
-                f"the model was built on the meta device, and these have no initial values: {', '.join(named)}{more}; "
-                "give DistributedTrainer(initialise=...) (recipes: [model.init]), give their module a reset_parameters "
-                "that writes them, or load them (init_from)"
+                "the model was built on the meta device, and these have no initial values: "
+                f"{list_some(named, _SHOWN)}; give DistributedTrainer(initialise=...) (recipes: [model.init]), give "
+                "their module a reset_parameters that writes them, or load them (init_from)"
             )
 
     def _allocate(self, modules: Sequence[tuple[str, nn.Module]]) -> set[int]:

@@ -37,6 +37,7 @@ _FP32 = 4
 _FLOPS = 3e14  # a second, of one device: what a large product reaches on the accelerators of the day
 _NODE, _NETWORK = 3e11, 4e10  # bytes a second, of one device, within a node of _NODE_RANKS and between nodes
 _NODE_RANKS = 8
+_MOST_PROPOSED = 8
 WIRE = ("dp", "cp", "tp", "pp", "ep")
 """Dimensions whose bytes on the wire are told."""
 
@@ -130,7 +131,7 @@ class Proposal:
     reason: str
 
 
-def propose_layouts(work: Work, config: ParallelConfig, ranks: int, memory: float, most: int = 8) -> list[Proposal]:
+def propose_layouts(work: Work, config: ParallelConfig, ranks: int, memory: float) -> list[Proposal]:
     """The layouts, of all zero, tp and pp with the rest of ``config``, whose rank needs at most ``memory`` bytes.
 
     Best first: by a nominal device's time for a row, of computing, the bubble, and the wire at the speeds of a node or
@@ -164,7 +165,7 @@ def propose_layouts(work: Work, config: ParallelConfig, ranks: int, memory: floa
     # Of those as fast the simplest, which has the least zero.
     best = [min(plans, key=lambda one: (one.seconds_by_row, one.config.zero)) for plans in fitting.values()]
     best.sort(key=lambda one: one.seconds_by_row)
-    return [Proposal(plan=one, reason=_give_reason(one, best[0], whole, memory)) for one in best[:most]]
+    return [Proposal(plan=one, reason=_give_reason(one, best[0], whole, memory)) for one in best[:_MOST_PROPOSED]]
 
 
 def _give_reason(plan: Plan, first: Plan, whole: Mapping[tuple[int, int, int], Plan], memory: float) -> str:

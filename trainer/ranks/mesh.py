@@ -224,10 +224,6 @@ class Mesh:
         return (self.learner_rank, self.place["cp"], self.place["tp"]) == (0, 0, 0)
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.place["pp"] == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.place["pp"] == self.sizes.pp - 1
 

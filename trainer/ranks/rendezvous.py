@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import Store
 
+from ...storage.suggestions import list_some
 from ..errors import WorldError
 
 _POLL_S = (0.02, 0.2)
@@ -73,8 +74,7 @@ def _sleep(pause_s: float) -> float:
 
 
 def _too_late(rank: int, world_size: int, timeout_s: float, doing: str, missing: Sequence[int]) -> WorldError:
-    named = ", ".join(map(str, missing[:_NAMED])) + (f" and {len(missing) - _NAMED} more" * (len(missing) > _NAMED))
-    absent = f" (not there: rank {named})" if missing else ""
+    absent = f" (not there: rank {list_some(missing, _NAMED)})" if missing else ""
     return WorldError(
         f"rank {rank} of {world_size} waited {timeout_s:.0f} s for the others to {doing}{absent}; are all nodes up and "
         "connected, and did each start as many ranks as torchrun expects?"

@@ -55,7 +55,7 @@ sections take a TOML value, or plain text: --optimizer.args.lr=1e-4 --data.args.
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Command that was typed."""
+    """A command that was typed: a recipe with what was laid over it, and what to do with it."""
 
     recipe: Recipe
     dry_run: bool
@@ -66,6 +66,33 @@ class Command:
     shards: int = 1
     ray: bool = False
     address: str | None = None
+
+    def check(self) -> None:
+        """Check the recipe, as ``Recipe.check`` does, and options that are of no use with it or without one another.
+
+        Raises:
+            RecipeError: names the options, and what to add or to leave out.
+        """
+        self.recipe.check()
+        parallel = self.recipe.trainer.parallel
+        if not self.plan and (self.ranks != 1 or self.memory is not None):
+            raise RecipeError("--ranks and --memory say what --plan plans for; add --plan, or leave them out")
+        if not parallel.uses_servers and (self.workers, self.shards) != (1, 1):
+            raise RecipeError(
+                "--workers and --shards are of parallel.mode='parameter_server'; set that, or leave them out"
+            )
+        if self.plan and parallel.uses_servers and parallel.mode == "diloco":
+            raise RecipeError(
+                "--plan plans for the ranks of a launcher, and with parallel.diloco.over='server' learners are "
+                "started; plan one learner, with parallel.mode='allreduce' and --ranks of its ranks"
+            )
+        if self.address is not None and not self.ray:
+            raise RecipeError("--address without --ray, which it is for; add that")
+        if not parallel.uses_servers and self.ray:
+            raise RecipeError(
+                "--ray is for parallel.mode='parameter_server'; add --trainer.parallel.mode=parameter_server, or "
+                "leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

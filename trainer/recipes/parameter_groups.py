@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ...storage.suggestions import list_some
 from ..errors import RecipeError
 
 _SHOWN = 5
@@ -58,10 +59,9 @@ def freeze_parameters(model: nn.Module, groups: Sequence[ParameterGroup]) -> Non
     for group in groups:
         for pattern in group.match:
             if not any(fnmatchcase(name, pattern) for name in names):
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 raise RecipeError(
                     f"{group.key}.match={pattern!r} fits no parameter of {type(model).__name__}; it has "
-                    f"{', '.join(names[:_SHOWN])}{more}"
+                    f"{list_some(names, _SHOWN)}"
                 )
     for name, parameter in model.named_parameters():
         found = _group_of(name, groups)

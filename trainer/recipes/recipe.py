@@ -6,7 +6,8 @@ import inspect
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,16 @@ class Component:
             signature.bind(*[None] * given, **self.args)
         except TypeError as exc:
             raise RecipeError(f"{self.key}.args do not fit {self.use}{signature}: {exc}") from exc
+
+
+@contextmanager
+def opened(source: Any) -> Iterator[Any]:
+    """Close what a component made in the end, if it can be closed."""
+    try:
+        yield source
+    finally:
+        if hasattr(source, "close"):
+            source.close()
 
 
 @dataclass(frozen=True, kw_only=True)

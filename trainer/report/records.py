@@ -11,7 +11,6 @@ from ..steps.step import Outcome, StepResult
 
 Value = float | int | str | None
 Values = Mapping[str, Value]
-AnyRecord = TypeVar("AnyRecord", bound="Record")
 AnyValue = TypeVar("AnyValue")
 
 

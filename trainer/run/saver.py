@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from ...storage.suggestions import did_you_mean
+from ...storage.suggestions import did_you_mean, list_some
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.export import export_safetensors
 from ..checkpoint.settings import copy_settings
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..diloco.learners import Learners
 
 _DILOCO, _LEARNERS = "diloco", "learners"
+_NAMED = 3
 
 
 class Saver:
@@ -342,10 +343,10 @@ class Saver:
         if "ema" in state:
             self.ema.load_state_dict(state["ema"])
         if lacking:
-            what = f"for {_some(lacking)}" if "ema" in state else "of the weights"
+            what = f"for {list_some(lacking, _NAMED)}" if "ema" in state else "of the weights"
             self._recorder.note(f"the checkpoint has no average {what}: it starts from the checkpoint's weights")
         if alone:
-            self._recorder.note(f"the average of what is no longer trained is dropped: {_some(alone)}")
+            self._recorder.note(f"the average of what is no longer trained is dropped: {list_some(alone, _NAMED)}")
 
     @property
     def _own_part(self) -> str:
@@ -414,8 +415,3 @@ class Saver:
                 stack.callback(self.learners.close)
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
-
-
-def _some(names: Sequence[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{', '.join(names[:shown])}{more}"

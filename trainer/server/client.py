@@ -202,35 +202,25 @@ class ServerClient:
         finally:
             self._own_kept()
 
-    def begin_push(
-        self,
-        tensors: Mapping[str, Tensor],
-        rows: Rows | None = None,
-        *,
-        weight: float = 1.0,
-        rate: float | None = None,
-    ) -> None:
-        """Keep a copy of gradients for the next ``flush``."""
-        self._prepare(tensors, rows or {}, weight, rate, is_shared=True)
-        self._own_kept()
-
     def _prepare(
         self,
         tensors: Mapping[str, Tensor],
         rows: Rows,
         weight: float,
         rate: float | None,
-        only: Collection[int] | None = None,
+        only: Collection[int] | None,
         *,
         is_shared: bool,
     ) -> None:
         """Cut gradients into parts, which share the memory of fp32 ones until ``_own_kept``."""
         self._check_finite(tensors, rows)
-        pieces: dict[PieceKey, Payload] = {}
-        for name, tensor in tensors.items():
-            for key, flat in self._cut(name, tensor):
-                if only is None or self._bucket_of[key] in only:
-                    pieces[key] = self.feedback.encode(f"{key[1]} {name}", flat)
+        cut = [each for name, tensor in tensors.items() for each in self._cut(name, tensor)]
+        self._check_rows(rows)
+        pieces = {
+            key: self.feedback.encode(f"{key[1]} {key[0]}", flat)
+            for key, flat in cut
+            if only is None or self._bucket_of[key] in only
+        }
         codec = self._config.push if self._config.push.codec in ("fp32", "bf16") else CodecConfig()
         summed: dict[str, tuple[Numbers, Numbers, Payload]] = {}
         for table, (ids, gradients) in rows.items():
@@ -464,10 +454,10 @@ class ServerClient:
             if not is_finite(tensor):
                 raise ServerRefusedError(
                     f"worker {self._header.worker!r}, step {self.clock}: gradients of {name!r} are NaN or infinite; "
-                    f"nothing was sent"
+                    "nothing was sent"
                 )
-        for name, tensor in tensors.items():
-            self._cut(name, tensor)
+
+    def _check_rows(self, rows: Rows) -> None:
         for table, (ids, gradients) in rows.items():
             width = self._schema.table(table).width
             if tuple(gradients.shape) != (len(ids), width) or ids.dtype != np.int64:

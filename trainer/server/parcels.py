@@ -61,7 +61,7 @@ def pack(
     return Parcels(buckets=buckets, durable=durable, members=dict(shard.members), fenced=dict(shard.fenced))
 
 
-def unpack(shard: Shard, parcels: Parcels, now: float, *, place: str = "a bucket that moves") -> None:
+def unpack(shard: Shard, parcels: Parcels, now: float) -> None:
     """Hold buckets on a shard from now on, but for those that it holds already, which may have changed since.
 
     Raises:
@@ -71,7 +71,7 @@ def unpack(shard: Shard, parcels: Parcels, now: float, *, place: str = "a bucket
     if new:
         _meet(shard, parcels, now)
     for number in new:
-        shard.adopt(parcels.buckets[number], place=place)
+        shard.adopt(parcels.buckets[number], place="a bucket that moves")
         if number in parcels.durable:
             shard.confirm(number, _less(shard, number, parcels.durable[number]))
     shard.hold_empty([number for number in parcels.absent if number not in shard.buckets])

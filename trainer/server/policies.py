@@ -1,6 +1,8 @@
 """Policies: when a worker may read on, and when what workers pushed is applied.
 
 A worker's clock counts the steps that it has finished. Policies are asked, and never wait: time comes from outside.
+``slow_workers`` names the workers that one with ``clock`` has to wait for before it reads; none: it may read.
+``merges`` says whether pushes are applied one by one as they come, or merged: those of one step, or of a quorum.
 """
 
 from __future__ import annotations
@@ -8,21 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 from ..errors import TrainerConfigError
 
 Verdict = Literal["open", "close", "failed"]
-
-
-class Policy(Protocol):
-    """A rule about the clocks of workers."""
-
-    merges: Literal["no", "by clock", "by quorum"]
-    """Pushes are applied one by one as they come, or merged: those of one step, or those of a quorum."""
-
-    def slow_workers(self, clocks: Mapping[str, int], clock: int) -> list[str]:
-        """The workers that one with this clock has to wait for before it reads; none: it may go on."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...storage.suggestions import list_some
 from ..parallel.activation import ActivationConfig
 from ..parallel.buffers import BufferCopies
 from ..parallel.model import ParallelModel
@@ -102,8 +103,7 @@ def find_batch_norms(model: nn.Module) -> str:
     names = [name for name, one in model.named_modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
     if not names:
         return ""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f". Batch norms ({names[0]}{more}) take their statistics over microbatches, whose size they depend on"
+    return f". Batch norms ({list_some(names, 1)}) take their statistics over microbatches, whose size they depend on"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

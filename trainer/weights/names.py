@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from ...storage.suggestions import list_some
 from ..errors import CheckpointMismatchError, TrainerConfigError
 
 _ARROW = "=>"
@@ -143,7 +144,7 @@ def _check_patterns(
             if not any(fnmatchcase(name, pattern) for name in names):
                 whose = "source" if key == "allow_unexpected" else "model"
                 raise CheckpointMismatchError(
-                    f"warm_start.{key}={pattern!r} fits no name of the {whose}; it has {_list(list(names)[:5])}"
+                    f"warm_start.{key}={pattern!r} fits no name of the {whose}; it has {', '.join(list(names)[:5])}"
                 )
 
 
@@ -177,7 +178,7 @@ def _converts(source: torch.dtype | None, target: torch.dtype | None) -> bool:
 
 def _explain(source: str, missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
     parts = [
-        f"{len(names)} {what}: {_list(names)}"
+        f"{len(names)} {what}: {list_some(names, _SHOWN)}"
         for what, names in (
             ("of the model's are missing there", missing),
             ("of the source's are not in the model", unexpected),
@@ -189,11 +190,6 @@ def _explain(source: str, missing: list[str], unexpected: list[str], mismatched:
         f"{source} does not fit the model: {'; '.join(parts)}. Rename with warm_start.rename, or allow it by name with "
         "warm_start.allow_missing, allow_unexpected or allow_mismatched"
     )
-
-
-def _list(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _hint(missing: list[str], unexpected: list[str], rules: Sequence[str]) -> str:

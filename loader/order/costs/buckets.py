@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ...errors import ConfigError, StateMismatchError
-from ..permutation import IntArray, permutation, stream_key
+from ..permutation import FOR_RUNS, IntArray, permutation, stream_key
 from ..plan import EpochPlan, Order
 from ..window import LaneWindow
 from .costs import DEFAULT_INDEX, SampleCosts
@@ -24,7 +24,6 @@ from .costs import DEFAULT_INDEX, SampleCosts
 if TYPE_CHECKING:
     from ..selecting import Selection
 
-_FOR_RUNS = 6  # what a stream of random numbers is used for, as in plan.py
 _FEWEST_RUNS, _MOST_RUNS = 8, 64  # of a pool that is chosen
 _MOST_POOL = 1 << 40
 
@@ -208,7 +207,7 @@ class BucketedPlan(EpochPlan):
         if runs == 1 or not self.order.shuffle:
             return by_cost
         edges = len(costs) * np.arange(runs + 1) // runs  # of full pools, multiples of the run
-        turns = permutation(runs, stream_key(_FOR_RUNS, self.order.seed, self.epoch, index))
+        turns = permutation(runs, stream_key(FOR_RUNS, self.order.seed, self.epoch, index))
         return np.concatenate([by_cost[edges[turn] : edges[turn + 1]] for turn in turns.tolist()])
 
 

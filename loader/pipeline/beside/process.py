@@ -44,7 +44,7 @@ from .slots import Slot, Slots
 if TYPE_CHECKING:
     from ...counters import Counters
     from ...decoding.workers.main import Code
-    from ...reading.bad.quarantine import BadChunk
+    from ...reading.bad.chunks import BadChunk
     from ...reading.bad.samples import BadNews
     from ..tuning import PipelineOptions
 

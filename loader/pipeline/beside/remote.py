@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...counters import Counters
-    from ..assembler import Delivery
+    from ..delivery_queue import Delivery
     from ..tuning import PipelineOptions
     from .process import LoaderProcess
     from .requests import Known, Request

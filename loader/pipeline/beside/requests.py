@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ...ranks.channel import ChannelAddress
-    from ...reading.bad.quarantine import BadChunk
+    from ...reading.bad.chunks import BadChunk
     from ...reading.bad.samples import BadNews
     from ..tuning import PipelineOptions
 

@@ -13,7 +13,7 @@ from penstock.loader import TokensFormat
 from penstock.loader.assembly.look_ahead import Ahead, LookAhead
 from penstock.loader.order.plan import Order, Share
 from penstock.loader.order.spans import EpochCourse, SourceOrder, Span, SpanPlanner
-from penstock.loader.pipeline.assembler import DeliveryQueue
+from penstock.loader.pipeline.delivery_queue import DeliveryQueue
 
 CHUNKS, ROWS, LANES = 64, 10, 4
 SHARE = Share(rank=0, world_size=1, global_batch_size=8)

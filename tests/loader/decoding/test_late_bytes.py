@@ -31,7 +31,7 @@ from penstock.loader.decoding.rows import Rows
 from penstock.loader.errors import LoaderClosedError
 from penstock.loader.order.spans import ChunkRows
 from penstock.loader.pipeline import pipeline
-from penstock.loader.pipeline.assembler import DeliveryQueue
+from penstock.loader.pipeline.delivery_queue import DeliveryQueue
 from penstock.loader.reading import mapped as mapped_chunks
 from penstock.loader.reading.mapped import Looks, MappedColumn, MappedFile
 from penstock.storage import LocalStore, ObjectChangedError

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.loader.decoding.batch import UnfinishedBatch
 from penstock.loader.errors import LoaderClosedError
-from penstock.loader.pipeline.assembler import _MOST_COPIED_BYTES, _MOST_ON_CALL, Delivery, DeliveryQueue
+from penstock.loader.pipeline.delivery_queue import _MOST_COPIED_BYTES, _MOST_ON_CALL, Delivery, DeliveryQueue
 
 
 def delivery(number: int, nbytes: int) -> Delivery:

@@ -14,12 +14,12 @@ from late_device import LateDevice, feeder
 
 from penstock.loader.counters import Counters
 from penstock.loader.errors import LoaderClosedError
-from penstock.loader.pipeline.assembler import Delivery
 from penstock.loader.pipeline.beside.frames import Frame, read_frame
 from penstock.loader.pipeline.beside.pinning import PinnedSlots
 from penstock.loader.pipeline.beside.remote import RemotePipeline
 from penstock.loader.pipeline.beside.requests import Known, Request
 from penstock.loader.pipeline.beside.slots import FilledSlot, Slots
+from penstock.loader.pipeline.delivery_queue import Delivery
 from penstock.loader.pipeline.tuning import PipelineOptions
 
 ROWS = 20_000

@@ -91,15 +91,12 @@ def test_a_store_far_away_is_asked_for_what_is_on_its_way() -> None:
     assert first_fetch_threads(True, 0.1, 4 << 20) == 4
 
 
-@pytest.mark.parametrize(("response_s", "threads"), [(None, 16), (0.05, 64)])
-def test_a_loader_begins_with_as_many_requests_as_its_store_is_slow(
-    memory_store, put_shards, monkeypatch, response_s, threads
-) -> None:
+def test_a_loader_begins_with_as_many_requests_as_its_store_is_slow(memory_store, put_shards) -> None:
     put_shards(memory_store, 3)
-    monkeypatch.setattr("penstock.loader.run.run.fastest_response_s", lambda store: response_s)
+    memory_store.slow_down(latency_s=0.05)
     with DistributedDataLoader(memory_store.url, batch_size=4) as loader:
         next(iter(loader))
-        assert loader.metrics().fetch_threads == threads
+        assert loader.metrics().fetch_threads == 64
 
 
 def test_decoding_begins_with_what_threads_do_without_waiting_for_each_other() -> None:

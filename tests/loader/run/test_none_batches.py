@@ -10,7 +10,7 @@ import pytest
 from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, Mixture, Source, audit
-from penstock.loader.pipeline.assembler import Delivery, DeliveryQueue
+from penstock.loader.pipeline.delivery_queue import Delivery, DeliveryQueue
 
 SAMPLES = 40
 KINDS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from tar_dataset import write_tars
 
 from penstock import DistributedDataLoader, Mixture, Source, audit
 from penstock.loader import ConfigError, LoaderClosedError
-from penstock.loader.pipeline.assembler import Delivery
+from penstock.loader.pipeline.delivery_queue import Delivery
 from penstock.loader.pipeline.pipeline import Pipeline
 
 SAMPLES = 100

@@ -125,7 +125,7 @@ def wait_for_a_dead_run(world: World, url: str, stall_timeout_s: float) -> tuple
     store = MemoryStore(url).create()
     dead = {"token": "of another run", "host": "node-7", "pid": 7, "processes": "of another host", "ticks": 7}
     store.put(LOCK_KEY, json.dumps(dead).encode())
-    (StoreLock.__init__.__kwdefaults__ or {})["lease_s"] = LEASE_S
+    store_lock.LEASE_S = LEASE_S
     began_s = time.monotonic()
     checkpoint = {"every_steps": 2, "folder": url}
     with tempfile.TemporaryDirectory() as folder, pytest.raises(CheckpointError) as caught:

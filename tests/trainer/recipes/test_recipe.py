@@ -147,6 +147,21 @@ def test_only_the_first_rank_says_what_is_wrong_with_a_flag(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks=2"], "--ranks and --memory .*; add --plan"),
+        (["--memory=80GiB"], "--ranks and --memory .*; add --plan"),
+        (["--shards=2"], "--workers and --shards are of parallel.mode='parameter_server'"),
+        (["--ray"], "--ray is for parallel.mode='parameter_server'"),
+        (["--address=10.0.0.1:6379"], "--address without --ray"),
+    ],
+)
+def test_options_without_what_they_are_for_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        read_command(["digits", *words]).check()
+
+
 @pytest.mark.parametrize("word", ["--model.args", "--model..width=3", "--model.args.width.more=3"])
 def test_a_wrong_override_of_another_section_is_refused(word: str) -> None:
     with pytest.raises(RecipeError, match=word.partition("=")[0]):

@@ -44,11 +44,10 @@ class StoreLock:
         StorageError: the store cannot be read or written.
     """
 
-    def __init__(self, store: Store, *, beat_s: float = BEAT_S, lease_s: float = LEASE_S) -> None:
+    def __init__(self, store: Store, *, beat_s: float = BEAT_S) -> None:
         self.note: str | None = None
         self._store = store
         self._beat_s = beat_s
-        self._lease_s = lease_s
         self._me = _describe_self()
         self._beats = 0
         self._etag: str | None = None
@@ -105,9 +104,9 @@ class StoreLock:
                     watched, since_s = etag, now_s
                     logger.warning(
                         "%s is held by %s; waiting up to %.0f s to see whether it is alive",
-                        *(self._store.url, _name(owner), self._lease_s),
+                        *(self._store.url, _name(owner), LEASE_S),
                     )
-                is_dead = etag == watched and now_s - since_s >= self._lease_s
+                is_dead = etag == watched and now_s - since_s >= LEASE_S
             else:
                 is_dead = not lives
                 lives = lives and now_s - began_s >= _LIVING_OWNER_S

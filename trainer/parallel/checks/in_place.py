@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from ....storage.suggestions import list_some
 from ...errors import TrainerConfigError
 from ..precision import local_part
 
@@ -64,9 +65,8 @@ class ForwardWrites:
         written = [name for name, mark in before.items() if after[name] != mark]
         self._whole = None
         if written:
-            more = f" and {len(written) - _SHOWN} more" if len(written) > _SHOWN else ""
             raise TrainerConfigError(
-                f"forward writes to the parameters {', '.join(written[:_SHOWN])}{more}, which are copies of what lies "
+                f"forward writes to the parameters {list_some(written, _SHOWN)}, which are copies of what lies "
                 "in shards, and what is written there is lost; keep what forward changes in buffers "
                 "(register_buffer), change it between steps, or use parallel.zero=0"
             )

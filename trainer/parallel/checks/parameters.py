@@ -10,6 +10,7 @@ from operator import methodcaller
 import torch.distributed as dist
 from torch import nn
 
+from ....storage.suggestions import list_some
 from ...errors import TrainerConfigError
 from ...ranks.world import World
 
@@ -49,7 +50,7 @@ class KnownParameters:
         there = {self._names.get(id(one)) for one in own.values()}
         gone = [name for name in self._trained if name not in there]
         if new or gone:
-            found = [f"{_some(new)} came"] * bool(new) + [f"{_some(gone)} went"] * bool(gone)
+            found = [f"{list_some(new, _SHOWN)} came"] * bool(new) + [f"{list_some(gone, _SHOWN)} went"] * bool(gone)
             raise TrainerConfigError(
                 f"the model was changed after the trainer was made: of its parameters, {' and '.join(found)}. The "
                 "optimizer and the other ranks know nothing of that, so what came would stay untrained, and "
@@ -66,11 +67,6 @@ class KnownParameters:
 
     def _list_held(self) -> list[int]:
         return list(map(id, chain.from_iterable(map(_values, self._held))))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def check_same_model(model: nn.Module, world: World) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ....storage.suggestions import list_some
 from ...errors import TrainerConfigError
 from ..precision import local_part
 
@@ -63,9 +64,8 @@ class PeersCheck:
         apart = ((most - least) > _ROUNDING * most[:, :1]).any(dim=1).tolist()
         wrong = [name for (name, _), differs in zip(plain, apart, strict=True) if differs]
         if wrong:
-            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise TrainerConfigError(
-                f"the gradients of {', '.join(wrong[:5])}{more} differ between the {self._mesh.size()} ranks of a "
+                f"the gradients of {list_some(wrong, 5)} differ between the {self._mesh.size()} ranks of a "
                 "replica, each of which holds the whole parameter: forward uses it on a part of the activations, so "
                 'that each rank\'s gradient is a part of the sum. Name its module in parallel.plan, as by "sequence" '
                 "for a norm between layers that cut the sequence, or gather what it takes"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ....storage.suggestions import list_some
 from ...errors import TrainerConfigError, TrainerError
 from ...ranks.mesh import Mesh
 from .attributes import carry_attributes
@@ -76,9 +77,8 @@ class ParameterUsage:
         """
         lost = [name for name, used in self._flags.items() if used and self._sharded[name].grad is None]
         if lost:
-            more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
             raise TrainerConfigError(
-                f"the gradients of {', '.join(lost[:5])}{more} were not exchanged, because {HIDDEN_OUTPUT}"
+                f"the gradients of {list_some(lost, 5)} were not exchanged, because {HIDDEN_OUTPUT}"
             )
 
     def drop_unused(self, used_anywhere: Iterable[float]) -> None:

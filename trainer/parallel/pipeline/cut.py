@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from torch import nn
 
+from ....storage.suggestions import list_some
 from ...errors import TrainerConfigError
 from ...options import suggest
 
@@ -58,27 +59,25 @@ def cut_model(model: nn.Module, stages: Sequence[str | Sequence[str]], count: in
     return _cut_at(model, [str(one) for one in stages]) if True in kinds else _cut_by_lists(model, stages)
 
 
-def split_evenly(model: nn.Module, count: int, cost: Mapping[str, float] | None = None) -> list[str]:
-    """Names of the modules that stages after the first begin with, such that the costliest stage costs least.
+def split_evenly(model: nn.Module, count: int) -> list[str]:
+    """Names of the modules that stages after the first begin with, such that the largest has fewest parameters.
 
     A cut is possible before each item of the outermost lists and sequences of modules, and before what comes after
-    these. ``cost`` has the cost of units by name, as ``measure_units`` finds it; without, it is their parameters.
+    these.
     """
     candidates = list_units(model)
-    if cost is None:
-        modules = dict(model.named_modules())
-        cost = {name: float(sum(one.numel() for one in modules[name].parameters())) for name in candidates}
-    weights = [cost.get(name, 0.0) for name in candidates]
+    modules = dict(model.named_modules())
+    sizes = [sum(one.numel() for one in modules[name].parameters()) for name in candidates]
     if len(candidates) < count:
         raise TrainerConfigError(
             f"parallel.pp: the model has {len(candidates)} modules in a row that could be stages, and {count} stages "
             "are asked for; use fewer, or name modules with parallel.stages"
         )
-    sums = [0.0, *accumulate(weights)]
-    # least[k][n]: the cost of the costliest of k stages over the first n modules, and where the last of them begins
-    least: list[list[tuple[float, int]]] = [[(total, 0) for total in sums]]
+    sums = [0, *accumulate(sizes)]
+    # least[k][n]: the size of the largest of k stages over the first n modules, and where the last of them begins
+    least = [[(total, 0) for total in sums]]
     for stage in range(1, count):
-        row = [(float("inf"), 0)] * len(sums)
+        row = [(sums[-1] + 1, 0)] * len(sums)
         for stop in range(stage + 1, len(sums)):
             row[stop] = min((max(least[-1][at][0], sums[stop] - sums[at]), at) for at in range(stage, stop))
         least.append(row)
@@ -169,9 +168,8 @@ def _cut_by_lists(model: nn.Module, stages: Sequence[Sequence[str]]) -> Cut:
             )
     left = [name for name in own if _stage_of(name, listed, -1) < 0]
     if left:
-        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
         raise TrainerConfigError(
-            f"parallel.stages leaves out {', '.join(left[:_SHOWN])}{more}; name each, or its module, for one stage"
+            f"parallel.stages leaves out {list_some(left, _SHOWN)}; name each, or its module, for one stage"
         )
     units = {name: listed[name] for name in modules if name in listed}
     inside = {name: _stage_of(name, listed, 0) for name in own}

@@ -95,11 +95,6 @@ class Pipeline:
                 "add for other stages; balance experts by balance='bias', or leave parallel.pp out"
             )
 
-    @property
-    def has_last(self) -> bool:
-        """Return whether this rank has the last stage, where losses come to be."""
-        return self.cut.stages - 1 in self.own
-
     def has(self, name: str) -> bool:
         """Return whether a module of the whole model is in one of this rank's stages."""
         return self.staged.stage_of(name) in self.own

@@ -68,13 +68,13 @@ def draw(chart: Chart) -> str:
     return draw_svg(_HEIGHT, _describe(chart), parts)
 
 
-def thin(points: Sequence[Point], columns: int = _COLUMNS) -> list[Point]:
+def thin(points: Sequence[Point]) -> list[Point]:
     """Thin the points to about two a column, its lowest and its highest, so that no spike is lost; gaps stay gaps."""
-    if len(points) <= 2 * columns:
+    if len(points) <= 2 * _COLUMNS:
         return list(points)
     kept: list[Point] = []
-    for column in range(columns):
-        part = points[column * len(points) // columns : (column + 1) * len(points) // columns]
+    for column in range(_COLUMNS):
+        part = points[column * len(points) // _COLUMNS : (column + 1) * len(points) // _COLUMNS]
         known = [point for point in part if point[1] is not None]
         ends = {min(known, key=lambda p: p[1] or 0.0), max(known, key=lambda p: p[1] or 0.0)} if known else set()
         gaps = [point for point in part if point[1] is None][:1]

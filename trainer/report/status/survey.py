@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from ....storage.suggestions import list_some
 from .rank_status import FINAL, RankStatus
 
 # Phases in which a rank waits for no other. Without sharding that is exact; with it, forward waits for others too.
@@ -80,9 +81,7 @@ def survey(ranks: Sequence[RankStatus], now_s: float, *, silent_s: Mapping[int, 
 
 
 def _tell_silent(stale: Mapping[int, float]) -> str:
-    named = ", ".join(map(str, sorted(stale)[:_NAMED])) + (
-        f" and {len(stale) - _NAMED} more" if len(stale) > _NAMED else ""
-    )
+    named = list_some(sorted(stale), _NAMED)
     ranks = f"Rank {named} has" if len(stale) == 1 else f"Ranks {named} have"
     return (
         f"{ranks} been silent for {max(stale.values()):.0f} s, and the others wait: the process is stopped or dead, or "

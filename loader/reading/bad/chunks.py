@@ -1,4 +1,4 @@
-"""Messages about chunks that cannot be read, and the errors that mean so."""
+"""Bad chunks: their record and warning, the errors that mean one, and what finds another in its place."""
 
 from __future__ import annotations
 
