@@ -401,8 +401,7 @@ class DistributedDataLoader(Generic[BatchT]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless a state that was just loaded is inside it. Ends the running pass."""
-        check_at_least("epoch", epoch, 0)
-        self._run.set_epoch(epoch)
+        self._run.set_epoch(check_at_least("epoch", epoch, 0))
 
     def set_shares(self, weights: Sequence[float] | None) -> None:
         """From the next batch on, cut global batches in proportion to ``weights``, one positive number per rank.
@@ -450,8 +449,7 @@ class DistributedDataLoader(Generic[BatchT]):
         Raises:
             ConfigError: the count is negative or no integer.
         """
-        check_at_least("count", count, 0)
-        self._run.skip(count)
+        self._run.skip(check_at_least("count", count, 0))
 
     def seek(self, epoch: int, batch: int) -> None:
         """Go to a batch by its number in an epoch, for whoever is told which batches to take; reads nothing.
@@ -464,9 +462,7 @@ class DistributedDataLoader(Generic[BatchT]):
             ConfigError: a number is negative or no integer, the epoch has fewer batches, or samples may be dropped or
                 packed, so that only reading tells where a batch begins.
         """
-        check_at_least("epoch", epoch, 0)
-        check_at_least("batch", batch, 0)
-        self._run.seek(epoch, batch)
+        self._run.seek(check_at_least("epoch", epoch, 0), check_at_least("batch", batch, 0))
 
     def set_batch_size(self, batch_size: int) -> None:
         """From the next batch on, each rank's batches have ``batch_size`` samples: a warm-up of the batch size, say.
@@ -479,7 +475,7 @@ class DistributedDataLoader(Generic[BatchT]):
             ConfigError: it is no whole number of at least 1, or batches are cut by ``batch_tokens``.
             PartitionError: an epoch would have no batch.
         """
-        check_at_least("batch_size", batch_size, 1)
+        batch_size = check_at_least("batch_size", batch_size, 1)
         share = self._run.share
         if share.budget is not None:
             raise ConfigError("set_batch_size: batch_tokens= decides how many samples a batch has; leave it out")

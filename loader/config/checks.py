@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from operator import index
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast, get_args
 
 import numpy as np
 
@@ -64,10 +66,9 @@ def make_share(
             "(batch_size is per rank, global_batch_size for all ranks together)"
         )
     if batch_size is not None:
-        check_at_least("batch_size", batch_size, 1)
-        return Share(rank, world_size, batch_size * world_size, pad=pad)
+        return Share(rank, world_size, check_at_least("batch_size", batch_size, 1) * world_size, pad=pad)
     assert global_batch_size is not None
-    check_at_least("global_batch_size", global_batch_size, 1)
+    global_batch_size = check_at_least("global_batch_size", global_batch_size, 1)
     if global_batch_size % world_size:
         nearest = -(-global_batch_size // world_size) * world_size
         raise PartitionError(
@@ -208,7 +209,9 @@ def parse_cache_limit(cache_dir: str | PathLike[str] | None, cache_limit: int | 
     return parse_bytes(cache_limit, "cache_limit")
 
 
-def check_at_least(name: str, value: object, least: int) -> None:
-    """Raise ConfigError unless ``value`` is a whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")
+def check_at_least(name: str, value: object, least: int) -> int:
+    """Read a whole number, which may be numpy's. Raises ConfigError unless it is at least ``least``."""
+    with suppress(TypeError):  # as arrays and floats raise
+        if not isinstance(value, bool | np.bool_) and (whole := index(cast(SupportsIndex, value))) >= least:
+            return whole
+    raise ConfigError(f"{name}={value!r}: must be a whole number of at least {least}")

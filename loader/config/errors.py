@@ -64,7 +64,7 @@ class ErrorArguments:
         if on_error not in get_args(OnError):
             raise ConfigError(unknown_choice("on_error", on_error, get_args(OnError)))
         if max_bad_chunks is not None:
-            check_at_least("max_bad_chunks", max_bad_chunks, 0)
+            max_bad_chunks = check_at_least("max_bad_chunks", max_bad_chunks, 0)
         if max_bad_chunks and has_budget:
             raise ConfigError(
                 f"max_bad_chunks={max_bad_chunks} with batch_tokens=: samples that replace a bad chunk's may hold more "

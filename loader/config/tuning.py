@@ -33,7 +33,7 @@ def read_tuning(
         if value != "auto":
             if isinstance(value, str):
                 raise ConfigError(f"{name}={value!r}: must be 'auto' or a whole number{did_you_mean(value, ['auto'])}")
-            check_at_least(name, value, 1)
+            counts[name] = check_at_least(name, value, 1)
     if autotune != "auto" and not isinstance(autotune, bool):
         raise ConfigError(unknown_choice("autotune", autotune, ("auto", True, False)))
     memory_bytes = None if memory_limit == "auto" else parse_bytes(memory_limit, "memory_limit")
@@ -44,8 +44,8 @@ def read_tuning(
         )
     cores = usable_cores()
     return TuningChoice(
-        fetch_threads=None if fetch_threads == "auto" else fetch_threads,
-        decode_threads=None if threads == "auto" else threads,
+        fetch_threads=None if fetch_threads == "auto" else counts["fetch_threads"],
+        decode_threads=None if threads == "auto" else counts["threads"],
         read_ahead_bytes=ahead,
         autotune=autotune,
         memory_bytes=memory_bytes,

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _REPORT_S = 0.05
 _PATIENCE_S = 0.5  # for a batch that is being made when the pipeline ends
 _MOST_WARNINGS = 100
+_MOST_UNREAD = 128  # more than there are slots
 _BY_THE_LOOP = ("batches", "samples", "first_batch_s", "consumer_wait_s", "consumer_busy_s")  # counts them itself
 
 
@@ -92,6 +94,7 @@ class Server:
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._generation = 0
         self._sent = 0
+        self._brought: deque[tuple[int, News]] = deque(maxlen=_MOST_UNREAD)  # by the delivery that brings it, from 1
         self._warned: list[Warned] = []
         self._sender: Thread | None = None
         self._changing = threading.Lock()
@@ -111,7 +114,8 @@ class Server:
             if isinstance(question, Trace):
                 return self._trace(is_on=question.is_on)
             assert isinstance(question, End)
-            return self._end()
+            self._end()
+            return self._list_unread(question.received)
         except BaseException as exc:  # noqa: BLE001 - raised in the training process
             return describe_failure(exc)
 
@@ -154,6 +158,16 @@ class Server:
             sender.join(_PATIENCE_S)
         self._run.resources.stop_pipeline()
         self._sender = None
+
+    def _list_unread(self, received: int) -> list[News]:
+        """List the news that deliveries after the first ``received`` bring, and what no delivery brings yet.
+
+        The training process forgets those deliveries, and what is known here is no news when it is met again.
+        """
+        with self._filling:
+            unread = [news for number, news in self._brought if number > received]
+            self._brought.clear()
+            return [*unread, self._take_news()]
 
     def _trace(self, *, is_on: bool) -> list[tuple[int, str, str, float, float]]:
         before = self._run.counters.timeline
@@ -199,7 +213,7 @@ class Server:
                     if free is not self._free:
                         return
                     item = self._follow(item)
-                news = self._take_news()
+                    news = self._bring_news()
                 frame = self._frame_of(item, news)
                 kind = BATCH
                 if not item.is_end:
@@ -207,7 +221,11 @@ class Server:
             except BaseException as exc:  # noqa: BLE001 - raised where the loop waits for this batch
                 if isinstance(exc, LoaderClosedError) and pipeline.is_stopped:
                     return
-                frame, kind = Frame((describe_failure(exc), news or self._take_news()), None), FAILED
+                with self._filling:
+                    if free is not self._free:
+                        return
+                    news = self._bring_news() if news is None else news
+                frame, kind = Frame((describe_failure(exc), news), None), FAILED
             with self._filling:
                 if free is not self._free:
                     return
@@ -237,6 +255,13 @@ class Server:
         sampler.take(item)
         unsized = sampler.schedule.unsized
         return item if unsized is None else replace(item, cursors=unsized.cursors_after(item))
+
+    def _bring_news(self) -> News:
+        """Take the news for the next delivery, and keep them until that is known to be read. Holds the lock."""
+        news = self._take_news()
+        if news.warned or any(news.bad):
+            self._brought.append((self._sent + 1, news))
+        return news
 
     def _frame_of(self, item: Delivery, news: News) -> Frame:
         try:

@@ -138,10 +138,9 @@ def _digest(config: LoaderConfig) -> str:
 
 def code_of(work: bytes) -> Code:
     """Make the first message of a process that is to do the work."""
-    from ..decoding.workers.main import Code
-    from ..decoding.workers.pool import is_of_main, prepare_main
+    from ..decoding.workers.pool import is_of_main, make_code
 
-    return Code(prepare_main(needs_main=is_of_main(work)), work)
+    return make_code(work, needs_main=is_of_main(work))
 
 
 def _name_unsendable(config: LoaderConfig, error: Exception) -> str:

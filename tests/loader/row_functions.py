@@ -39,6 +39,12 @@ def make_tensors(sample: Sample) -> Sample:
     return {"full": torch.full((2, 3), number, dtype=torch.float32), "half": torch.ones(3, dtype=torch.bfloat16)}
 
 
+def make_default_floats(sample: Sample) -> Sample:
+    import torch
+
+    return {"half": torch.tensor(int(sample["txt"]) / 2)}
+
+
 def fail_at_seven(sample: Sample) -> Sample:
     if sample["txt"] == "7":
         raise LookupError("seven is not wanted")
@@ -111,8 +117,9 @@ def fail_on_sevens(sample: Sample) -> Sample:
 
 
 def fail_on_every_fifth(sample: dict[str, Any]) -> dict[str, Any]:
-    if int(sample["n"]) % 5 == 0:
-        raise ValueError(f"sample {sample['n']} is one of every fifth")
+    number = int(sample["n"] if "n" in sample else sample["txt"])
+    if number % 5 == 0:
+        raise ValueError(f"sample {number} is one of every fifth")
     return sample
 
 

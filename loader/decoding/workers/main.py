@@ -34,10 +34,14 @@ is_importing_main = False
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A worker's first message: the module search path, and the pickled RowWork. ``main`` is for ``spawn.prepare``."""
+    """A worker's first message: the module search path, and the pickled RowWork. ``main`` is for ``spawn.prepare``.
+
+    ``default_dtype`` is the name of torch's for new tensors, "" for its own, so that torch is imported only if needed.
+    """
 
     main: Mapping[str, Any]
     work: bytes
+    default_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,10 @@ def load_code(code: Code) -> Any:
         is_importing_main = True
         spawn.prepare(code.main)
         is_importing_main = False
+        if code.default_dtype:
+            import torch
+
+            torch.set_default_dtype(getattr(torch, code.default_dtype))
         return pickle.loads(code.work)
     except BaseException as exc:  # noqa: BLE001 - sent to the parent, which raises it
         return Unusable(f"{type(exc).__name__}: {exc}\n{traceback.format_exc()}")

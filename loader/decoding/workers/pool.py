@@ -21,6 +21,8 @@ from multiprocessing import process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ....storage.threads.interruptible import Future, Thread
 from ...errors import ConfigError, DecodeError, WorkerError
 from ..row_work import RowError, RowResults, RowTask, RowWork
@@ -82,7 +84,7 @@ class WorkerPool:
             if self._is_whole or self._is_closed():
                 return
             self._undo_start()  # of one that was interrupted, and so was its end
-            code = Code(prepare_main(needs_main=self._needs_main), self._work)
+            code = make_code(self._work, needs_main=self._needs_main)
             try:
                 for number in range(self.processes):
                     self._start_worker(number, code)
@@ -272,15 +274,22 @@ def is_of_main(pickled: bytes) -> bool:
     return b"__main__" in pickled or b"__mp_main__" in pickled
 
 
-def prepare_main(*, needs_main: bool) -> dict[str, Any]:
+def make_code(work: bytes, *, needs_main: bool) -> Code:
+    """Make the first message of a process that is to do the pickled ``work``, as this process would do it."""
+    dtype = torch.get_default_dtype()
+    return Code(_prepare_main(needs_main=needs_main), work, "" if dtype == torch.float32 else str(dtype).split(".")[1])
+
+
+def _prepare_main(*, needs_main: bool) -> dict[str, Any]:
     """Make the argument of ``multiprocessing.spawn.prepare``, so that workers find the modules that this process found.
 
     The user's script is run, under another name, only if a function is defined in it: its imports take time.
     """
     if worker_main.is_importing_main:
         raise ConfigError(
-            "a loader with processes= was created while a worker process imports the script; put the script's actions "
-            "under `if __name__ == '__main__':`, or define transform= and decode= functions in a module of their own"
+            "a loader with processes= or place= was created while a process of such a loader imports the script; put "
+            "the script's actions under `if __name__ == '__main__':`, or define the loader's functions in a module of "
+            "their own"
         )
     data: dict[str, Any] = {"sys_argv": sys.argv, "dir": str(Path.cwd())}
     if not needs_main:
@@ -290,12 +299,14 @@ def prepare_main(*, needs_main: bool) -> dict[str, Any]:
     path = getattr(script, "__file__", None)
     if name is not None:
         return {**data, "init_main_from_name": name}
-    if path is None:
+    script_path = None if path is None else Path(process.ORIGINAL_DIR) / path  # type: ignore[attr-defined]
+    if script_path is None or not script_path.exists():
+        where = "an interactive session" if path is None else path
         raise ConfigError(
-            "transform= or decode= is defined in an interactive session, where a worker process cannot find it; "
-            "define it in a module, or use processes=0"
+            f"a function of the loader is defined in {where}, where another process cannot find it; define it in a "
+            "module, or use processes=0 and place='threads'"
         )
-    return {**data, "init_main_from_path": str(Path(process.ORIGINAL_DIR) / path)}  # type: ignore[attr-defined]
+    return {**data, "init_main_from_path": str(script_path)}
 
 
 def _pickle(what: str, named: Any, value: Any) -> bytes:

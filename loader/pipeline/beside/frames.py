@@ -113,6 +113,7 @@ class _Pickler(pickle.Pickler):
             or value.is_conj()
             or value.is_neg()
             or value.is_quantized
+            or value.is_nested
         ):
             return NotImplemented
         dense = value if _is_dense(value) else value.contiguous()

@@ -34,6 +34,7 @@ from .requests import (
     Begin,
     End,
     Known,
+    News,
     Request,
     Trace,
     Warned,
@@ -87,6 +88,7 @@ class LoaderProcess:
         self._pidfd = -1
         self._wake = -1
         self._generation = 0
+        self._received = 0  # deliveries and failures of this pipeline
         self._is_dead = False
         self._is_closed = False
         self._has_said = False
@@ -229,6 +231,7 @@ class LoaderProcess:
             # what is new is either named in the call, or free when it arrives.
             self._give_back()
             self._generation += 1
+            self._received = 0
             self._add()
             begin = Begin(
                 generation=self._generation,
@@ -242,11 +245,18 @@ class LoaderProcess:
             return self._generation
 
     def end(self) -> None:
-        """End the pipeline in the process. Raises nothing where that is gone."""
+        """End the pipeline in the process, and take in the news that its unread deliveries bring.
+
+        Raises nothing where the process is gone.
+        """
         with self._calling:
             if self._worker is not None and not self._is_dead and not self._is_closed:
                 with suppress(WorkerError, LoaderClosedError):
-                    self._call(End())
+                    unread: list[News] = self._call(End(self._received))
+                    self._received = 0
+                    for news in unread:
+                        with suppress(Warning):  # which users have made errors
+                            self._take_in(news)
 
     def trace(self, *, is_on: bool) -> list[tuple[int, str, str, float, float]]:
         """Begin to record its threads' spans, or end that and return them."""
@@ -349,16 +359,20 @@ class LoaderProcess:
             self._say_that_batches_are_kept()
             self._send(FREE, number)
         (about, news), batch = read_frame(memory)
-        self._absorb(news.bad, news.bad_chunks)
+        self._received += 1
         for counters, amounts in zip(self._counters, news.packed, strict=False):
             counters.absorb(amounts)
-        for one in news.warned:
-            _warn(one)
+        self._take_in(news)
         if kind == FAILED:
             assert isinstance(about, Failure)
             raise make_error(about)
         assert kind == BATCH
         return about, batch
+
+    def _take_in(self, news: News) -> None:
+        self._absorb(news.bad, news.bad_chunks)
+        for one in news.warned:
+            _warn(one)
 
     def _receive_broken(self) -> Failure:
         assert self._feed is not None

@@ -63,7 +63,9 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End the pipeline, if one runs."""
+    """End the pipeline, if one runs, and answer with the news of its deliveries but the first ``received``."""
+
+    received: int
 
 
 @dataclass(frozen=True, slots=True)

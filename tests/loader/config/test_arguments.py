@@ -23,7 +23,7 @@ ROWS = 6
 
 
 def load(source: object, **options: Any) -> DistributedDataLoader:
-    return DistributedDataLoader(str(source), batch_size=2, rank=0, world_size=1, **options)
+    return DistributedDataLoader(str(source), **{"batch_size": 2, "rank": 0, "world_size": 1} | options)
 
 
 def never_called(value: Any) -> Any:
@@ -140,6 +140,26 @@ def test_what_is_a_number_is_told_by_the_type_that_a_format_writes(kind: str, is
 def test_values_of_another_type_are_refused_by_the_name_of_their_argument(table: Path, make: Any, message: str) -> None:
     with pytest.raises(PenstockError, match=message):
         make(table)
+
+
+def test_whole_numbers_may_be_those_of_numpy(table: Path) -> None:
+    two = np.int32(2)
+    with load(table, batch_size=two, threads=two, fetch_threads=two, max_bad_chunks=two, with_ids=True) as loader:
+        with load(table, batch_size=2, with_ids=True) as usual:
+            usual.seek(2, 1)
+            expected = next(iter(usual))["__id__"].tolist()
+        assert (len(loader), type(loader.batch_size)) == (ROWS // 2, int)
+        loader.seek(two, np.uint8(1))
+        assert next(iter(loader))["__id__"].tolist() == expected
+        loader.set_epoch(two)
+        loader.skip_batches(np.int64(1))
+        assert json.dumps(loader.state_dict()).count('"consumed": 2')
+        assert next(iter(loader))["__id__"].tolist() == expected
+        loader.set_batch_size(np.int64(1))
+        assert len(loader) == ROWS
+        for value in (np.array([1, 2]), np.float64(2.0), np.True_, np.int64(0)):
+            with pytest.raises(ConfigError, match="must be a whole number of at least 1"):
+                loader.set_batch_size(value)
 
 
 def test_a_source_that_is_no_url_is_refused() -> None:

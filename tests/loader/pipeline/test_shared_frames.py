@@ -60,6 +60,15 @@ def test_other_objects_come_as_they_are() -> None:
     assert found.other[2] == batch.other[2]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_come_back_row_by_row(layout: torch.layout) -> None:
+    rows = [torch.arange(2000.0), torch.arange(3.0)]
+    _, found, _ = there_and_back(torch.nested.nested_tensor(rows, layout=layout))
+    assert (found.is_nested, found.layout) == (True, layout)
+    assert all(torch.equal(*pair) for pair in zip(found.unbind(), rows, strict=True))
+
+
 def test_gradients_are_not_lost() -> None:
     _, found, _ = there_and_back(torch.ones(4, requires_grad=True))
     assert found.requires_grad

@@ -141,6 +141,25 @@ def test_a_position_moves_as_that_of_threads_does(tars, play):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::penstock.loader.BadSampleWarning")
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_bad_samples_in_batches_that_a_new_pass_drops_are_known_to_the_loader_and_its_audit(tars, tmp_path, on_error):
+    options: dict[str, Any] = {"on_error": on_error, "max_errors": 99, "shuffle": False, "last_batch": "partial"}
+    with open_loader(tars, transform=row_functions.fail_on_every_fifth, audit_dir=tmp_path, **options) as loader:
+        next(iter(loader))
+        while loader.metrics().ready_batches < 3:  # bad samples are in batches that nobody will take
+            time.sleep(0.01)
+        delivered = [number for batch in loader for number in ids(batch)]
+        bad = sorted(entry.id for entry in loader.bad_samples)
+    assert bad == list(range(0, sum(SIZES), 5))
+    assert on_error == "replace" or sorted({*delivered, *bad}) == list(range(sum(SIZES)))
+    report = audit(tmp_path)
+    assert report.is_exact
+    assert (report.epochs[0].bad, report.epochs[0].dropped) == (0 if on_error == "replace" else len(bad), 0)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("quickly")
 def test_an_error_keeps_its_type_cause_and_place_and_is_met_again(tars):
     with open_loader(tars, transform=row_functions.fail_at_seven, shuffle=False, batch_size=4) as loader:
@@ -247,6 +266,17 @@ def test_a_child_that_is_forked_keeps_the_batch_it_got(tars):
         os.waitpid(child, 0)
     for descriptor in (ours, theirs, answers, answer):
         os.close(descriptor)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickly")
+def test_tensors_that_functions_make_have_the_dtype_that_the_program_has_set(tars):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with open_loader(tars, transform=row_functions.make_default_floats) as loader:
+            assert next(iter(loader))["half"].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.full

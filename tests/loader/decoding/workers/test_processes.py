@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import row_functions
+import torch
 from equal_batches import assert_equal
 from started_process import started_process, worker_processes
 from started_threads import started_threads
@@ -307,21 +308,45 @@ def test_a_worker_ends_without_a_warning_where_warnings_are_shown():
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_a_script_without_a_guard_runs_with_threads_and_is_told_what_to_do_with_processes(tars, tmp_path, processes):
+@pytest.mark.full
+def test_tensors_that_functions_make_have_the_dtype_that_the_program_has_set(tars):
+    torch.set_default_dtype(torch.float64)
+    try:
+        options = {"transform": row_functions.make_default_floats, "processes": 1}
+        with DistributedDataLoader(tars, batch_size=16, **options) as loader:
+            assert next(iter(loader))["half"].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["processes=1", "place='process'"])
+def test_functions_of_a_script_that_is_no_file_are_refused_by_where_they_are(tars, how):
+    script = (
+        "from penstock import DistributedDataLoader\n"
+        "def mark(sample):\n"
+        "    return {'number': int(sample['txt'])}\n"
+        f"next(iter(DistributedDataLoader({tars!r}, batch_size=16, {how}, transform=mark)))\n"
+    )
+    done = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=120, check=False)
+    assert "ConfigError: a function of the loader is defined in <stdin>, where another process cannot" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["processes=0", "processes=2", pytest.param("place='process'", marks=pytest.mark.full)])
+def test_a_script_without_a_guard_runs_with_threads_and_is_told_what_to_do_with_processes(tars, tmp_path, how):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
         "from penstock import DistributedDataLoader\n"
         "def mark(sample):\n"
         "    return {'number': int(sample['txt'])}\n"
-        f"loader = DistributedDataLoader({tars!r}, batch_size=16, processes={processes}, transform=mark)\n"
+        f"loader = DistributedDataLoader({tars!r}, batch_size=16, {how}, transform=mark)\n"
         "print(sum(1 for batch in loader))\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    if processes:
+    if how != "processes=0":
         assert done.returncode == 1
-        assert "ConfigError" in done.stderr
+        assert "ConfigError: a loader with processes= or place= was created" in done.stderr
         assert "if __name__ == '__main__'" in done.stderr
     else:
         assert (done.returncode, done.stdout.strip()) == (0, str(sum(SIZES) // 16))
