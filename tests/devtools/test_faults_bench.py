@@ -128,7 +128,7 @@ def bench(s3_endpoint: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("name", STRONG)
+@pytest.mark.parametrize("name", [*STRONG, pytest.param("drip-unhedged", marks=pytest.mark.full)])
 def test_a_job_under_faults_gives_each_sample_once_and_as_it_was(bench: Bench, name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     outcome = bench.play(case)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pipeline_cases import CASES
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.trainer import ParallelConfig, TrainerConfigError, World
 from penstock.trainer.data.batches import find_rows
@@ -101,17 +101,17 @@ def _mesh(world: World) -> Mesh:
     return _meshes[world.world_size]
 
 
-def refusals(world: World, models: dict[str, tuple[nn.Module, Any, Any]]) -> dict[str, str]:
-    """What a pipeline says to models with losses and batches that cannot be cut, by name."""
-    found = {}
-    mesh = _mesh(world)
-    for name, (model, batch, loss) in models.items():
-        config = ParallelConfig(pp=world.world_size, schedule="GPipe", microbatches=2)
-        try:
-            pipeline = Pipeline(model, config, mesh, ROWS)
-            pipeline.spread()
-            pipeline.rehearse(pipeline.cut_batch(batch), loss)
-            found[name] = ""
-        except TrainerConfigError as exc:
-            found[name] = f"{type(exc).__name__}: {exc}"
-    return found
+def agree_on_tied_groups(world: World, by_place: bool) -> str:
+    """What two stages with one weight say to an optimizer of two groups, by places or by kinds; empty if nothing."""
+    model = CASES["tied llama"].model()
+    pipeline = Pipeline(model, ParallelConfig(pp=world.world_size, microbatches=2), _mesh(world), ROWS)
+    pipeline.spread()
+    own = list(model.parameters())
+    few = own[:2] if by_place else [one for one in own if one.ndim < 2]
+    rest = [one for one in own if all(one is not other for other in few)]
+    optimizer = torch.optim.SGD([{"params": few, "lr": 0.1}, {"params": rest, "lr": 0.2}])
+    try:
+        pipeline.agree_on_names(optimizer)
+    except TrainerConfigError as exc:
+        return str(exc)
+    return ""

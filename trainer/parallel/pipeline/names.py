@@ -54,7 +54,8 @@ def agree_on_names(
     """The names of a rank's stages; a collective of the pipeline. ``whole`` has those of the whole model.
 
     Raises:
-        TrainerConfigError: the optimizer has other groups on another stage.
+        TrainerConfigError: the optimizer has other groups on another stage, or puts a weight that two stages have into
+            different ones.
     """
     here = dict(model.named_parameters(remove_duplicate=False))
     first = {name: tie.names[0] for tie in ties for name in tie.names}
@@ -82,6 +83,15 @@ def agree_on_names(
         tuple(sorted({name for other in everywhere for name in other[number][1]}, key=lambda name: order.get(name, 0)))
         for number in range(len(own_groups))
     ]
+    group_of: dict[str, int] = {}
+    for number, names in enumerate(merged):
+        for name in names:
+            if group_of.setdefault(name, number) != number:
+                raise TrainerConfigError(
+                    f"parallel.pp: several stages have {name}, and the optimizer has it in group {group_of[name]} on "
+                    f"one and in group {number} on another, so that its copies would drift apart; choose groups by "
+                    "names or kinds of parameters, not by their places among those of a stage"
+                )
     there = frozenset(whole) - frozenset(model.state_dict())
     return StageNames(elsewhere=there, renamed=renamed, groups=tuple(merged))
 
