@@ -9,6 +9,7 @@ _NOTES = "a function notes what it sees, or is told, in this process"
 _LOOKS = "looks into the pipeline, or for its threads, files or mappings, in this process"
 
 EXEMPT: dict[str, str] = {
+    "test_image_processes.py": "of worker processes that this process starts",
     "test_interrupts.py": "interrupts lines and threads of this process; those of a loader beside one have their own",
     "test_kept_layouts.py": _PATCHES,
     "test_late_bytes.py": "of objects that the loop's own process makes",
@@ -16,6 +17,7 @@ EXEMPT: dict[str, str] = {
     "test_mapped_chunks.py": _LOOKS,
     "test_mapped_tokens.py": _LOOKS,
     "test_on_disk.py": _PATCHES,
+    "test_processes.py": "of worker processes that this process starts",
     "test_close_in_mid_epoch_leaves_no_thread": _LOOKS,
     "test_a_loader_collected_in_a_thread_of_its_own_ends_all_of_them": _LOOKS,
     "test_a_loader_warns_once_of_an_older_manifest_however_it_reads": "once by each process that reads",
@@ -28,6 +30,7 @@ EXEMPT: dict[str, str] = {
     "test_a_transform_draws_other_numbers_than_the_crop_and_the_flip": _NOTES,
     "test_a_transform_that_decides_otherwise_when_asked_again_is_found_out": _NOTES,
     "test_after_an_error_training_goes_on_from_the_same_position": _NOTES,
+    "test_images_of_one_size_are_lent_memory_and_stay_while_they_are_kept": _LOOKS,
     "test_pages_that_are_kept_are_within_the_memory_limit": _LOOKS,
     "test_rows_of_a_mixture_are_copied_late_and_are_the_same_rows": _PATCHES,
     "test_what_a_users_function_returns_may_be_changed_later": _PATCHES,
