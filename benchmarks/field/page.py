@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from ...trainer.report.pages.style import STYLE
-from ..contenders import LIMIT, base_of
+from ..contenders import GATHER, LIMIT, UNCHECKED, base_of
 from . import words
 from .plots import draw_rates, draw_ratios
 from .summary import best_peer, is_ours, is_reckoned, load_note, median, ratio
@@ -41,11 +41,21 @@ anywhere; }
 
 
 def draw_picture(found: Mapping[str, Any]) -> str:
-    """The ratios of all cells as an SVG file, in light and dark, which other pages can show; "" without peers."""
+    """The ratios of all cells as an SVG file, in light and dark, which other pages can show; "" without peers.
+
+    It leaves out gathered and unchecked bytes, which only tell where the time goes.
+    """
+    cells = [
+        {
+            **cell,
+            "contenders": {name: one for name, one in cell["contenders"].items() if name not in (GATHER, UNCHECKED)},
+        }
+        for cell in found["cells"]
+    ]
     rounds, machine = found["settings"]["rounds"], found["machine"]
     turns = "one round" if rounds == 1 else f"{rounds} rounds in turn"
     where = f"{machine['cores']} cores of {words.short_cpu(machine['cpu'])}; {turns}"
-    plot = draw_ratios(found["cells"], ("First pass: penstock and the best other loader", where))
+    plot = draw_ratios(cells, ("First pass: penstock and the best other loader", where))
     head, _, rest = plot.partition(">")  # texts in it are escaped
     named = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" ', 1)
     return f"{named}><style>{STYLE}{FIELD_STYLE}</style>{rest}\n" if plot else ""
