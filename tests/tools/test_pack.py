@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.loader import ConfigError, DatasetError, FormatError, UnfinishedDa
 from penstock.loader.dataset.manifest import MANIFEST_NAME
 from penstock.loader.dataset.source import is_unfinished
 from penstock.storage import AccessDeniedError, Fault, MemoryStore
+from penstock.tools.packing import target
 
 
 def test_an_iterable_becomes_tar_shards_that_webdataset_reads_alike(tmp_path: Path) -> None:
@@ -210,6 +212,22 @@ def test_of_two_packs_into_one_folder_at_once_one_fails_and_the_other_is_whole(
         pack(rows("a", interrupted=True), url, shard_bytes=2_000, overwrite=overwrite, progress=False)
     assert verify(url).ok
     assert {bytes(sample["txt"]) for sample in read_samples(url)} == {b"b" * 500}
+
+
+def test_a_pack_does_not_take_its_own_newer_note_for_that_of_another(
+    memory_store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"n": {number}, "txt": "{"a" * 500}"}}\n' for number in range(60)))
+    put = MemoryStore.put
+
+    def answer_late(store: MemoryStore, key: str, data: Any) -> Any:
+        info = put(store, key, data)
+        time.sleep(0.02 if key == MANIFEST_NAME else 0.005)
+        return info
+
+    monkeypatch.setattr(MemoryStore, "put", answer_late)
+    monkeypatch.setattr(target, "_SAVE_EVERY_S", 0.0)
+    assert pack(str(tmp_path), memory_store.url, shard_bytes=2_000, progress=False).samples == 60
 
 
 def test_a_pack_whose_shards_another_replaces_at_the_very_end_is_left_unfinished(memory_store: MemoryStore) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -78,6 +79,7 @@ class Target:
         self._saved_at = 0.0
         self._token = secrets.token_hex(8)
         self._noted: ObjectInfo | None = None
+        self._noting = threading.Lock()  # held while the note is replaced, and while it is looked at
 
     def begin(self, *, overwrite: bool) -> None:
         """Check that the target may be written to, find the resume point, and mark the target as unfinished.
@@ -135,14 +137,16 @@ class Target:
             about["job"] = self._job
             about["cursor"] = {name: getattr(self.cursor, name) for name in Cursor.__slots__}
             data = self.manifest().to_bytes()
-        self._refuse_another()
         note = UNFINISHED + json.dumps(about).encode() + b"\n" + data
-        self._noted, self._saved_at = self._store.put(MANIFEST_NAME, note), time.monotonic()
+        self._refuse_another()
+        with self._noting:
+            self._noted, self._saved_at = self._store.put(MANIFEST_NAME, note), time.monotonic()
 
     def _refuse_another(self) -> None:
         """Raise DatasetError if what lies in the manifest's place is of another pack, which has begun since."""
-        if self._noted is not None and not self._is_there(self._noted):
-            raise self._is_shared()
+        with self._noting:
+            if self._noted is not None and not self._is_there(self._noted):
+                raise self._is_shared()
 
     def _is_there(self, info: ObjectInfo) -> bool:
         try:
