@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...storage.suggestions import list_some
 from ..parallel.ema import bare_name
 
 _NAMED = 5
@@ -41,20 +42,20 @@ class Unsaved:
         if self._is_done or self._first is None or step <= self._first[0]:
             return []
         _, buffers, attributes = self._first
-        self._is_done, told = True, []
+        self._is_done, sentences = True, []
         if changed := _changed(buffers, dict(self._marks())):
-            told.append(
+            sentences.append(
                 "training changes buffers that no checkpoint has, because they are registered with persistent=False: "
                 f"{changed}. A resumed run starts with fresh ones and may differ from an "
                 "unbroken run. Leave persistent=False out, unless forward computes them from each batch alone"
             )
         if changed := _changed(attributes, self._attributes()):
-            told.append(
+            sentences.append(
                 f"training changes attributes of optimizer={type(self._optimizer).__name__} that no checkpoint has: "
                 f"{changed}. A resumed run starts with fresh ones and may differ from an unbroken run. Keep what "
                 "decides updates in state[parameter] or in a parameter group"
             )
-        return told
+        return sentences
 
     def _attributes(self) -> dict[str, _Number | _Mark]:
         found: dict[str, _Number | _Mark] = {}
@@ -78,8 +79,7 @@ def _changed(before: Mapping[str, tuple[Any, ...]], now: Mapping[str, tuple[Any,
     changed = [
         name for name, mark in now.items() if name in before and mark[:-1] == before[name][:-1] and mark != before[name]
     ]
-    more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
-    return f"{', '.join(changed[:_NAMED])}{more}"
+    return list_some(changed, _NAMED)
 
 
 def _checksum(tensor: Tensor) -> int:
