@@ -14,7 +14,7 @@ from torch import nn
 
 from .config import TrainerConfig
 from .data.feed import Feed
-from .data.fit import check_peers, check_share
+from .data.fit import check_peers, check_share, must_check_peers
 from .data.shares import SpeedShares
 from .errors import TrainerConfigError, TrainerError
 from .evaluation.evaluate import Evaluation, find_other_classes
@@ -124,6 +124,7 @@ class DistributedTrainer:
         check_share(loader, self.mesh)
         if evaluation is not None:
             check_share(evaluation.batches, self.mesh, "evaluation.batches")
+        self._has_checked_peers = not must_check_peers(loader, self.mesh)
         self._shares = SpeedShares(loader, self.mesh) if config.shares == "auto" else None
         length = agree_on_length(loader, self.world, self.stopwatch.enter)
         self._feed.expect(length, self._guard.check_end, lambda *end: leaves_steps(config, evaluation, *end))

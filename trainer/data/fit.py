@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,16 +26,37 @@ def check_share(loader: Any, mesh: Mesh, key: str = "loader") -> None:
     """
     if not mesh.is_spread:
         return
-    sampler = getattr(loader, "sampler", None)
-    for owner, rank_key, size_key in ((loader, "rank", "world_size"), (sampler, "rank", "num_replicas")):
-        rank, size = getattr(owner, rank_key, None), getattr(owner, size_key, None)
-        if isinstance(rank, int) and isinstance(size, int) and (rank, size) != (mesh.replica, mesh.replicas):
+    for rank_key, rank, size_key, size in _shares(loader):
+        if (rank, size) != (mesh.replica, mesh.replicas):
             raise TrainerConfigError(
                 f"{key}={type(loader).__name__} has {rank_key}={rank}, {size_key}={size}, and {mesh.describe()} is of "
                 f"replica {mesh.replica} of {mesh.replicas}, whose ranks need the same samples; give it "
                 f"{rank_key}=mesh.replica, {size_key}=mesh.replicas, or penstock's loader mesh=mesh.device_mesh, with "
                 "mesh = open_mesh(config.parallel, world)"
             )
+
+
+def _shares(loader: Any) -> Iterator[tuple[str, int, str, int]]:
+    """The rank and the number of shares that a loader, or its sampler, tells, with the attributes' names."""
+    for owner, rank_key, size_key in (
+        (loader, "rank", "world_size"),
+        (getattr(loader, "sampler", None), "rank", "num_replicas"),
+    ):
+        rank, size = getattr(owner, rank_key, None), getattr(owner, size_key, None)
+        if isinstance(rank, int) and isinstance(size, int):
+            yield rank_key, rank, size_key, size
+
+
+def must_check_peers(loader: Any, mesh: Mesh) -> bool:
+    """Return whether first batches are to be compared: not where all ranks' loaders tell their share; a collective.
+
+    Comparing makes each rank wait for the others' first batch, of which a watchdog then blames all.
+    """
+    if mesh.world.world_size == 1 or mesh.is_spread:
+        return mesh.is_spread
+    everyones = [False] * mesh.world.world_size
+    dist.all_gather_object(everyones, any(size == mesh.replicas for *_, size in _shares(loader)))
+    return not all(everyones)
 
 
 def check_peers(batch: Any, mesh: Mesh) -> str | None:
@@ -90,7 +112,8 @@ def _digest(batch: Any) -> str:
     if not any(tensor.numel() for tensor in tensors):
         return _NOTHING
     for tensor in tensors:
-        values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # Cloned, since one value is contiguous with any stride, and not every stride can be viewed as bytes.
+        values = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         mixed.update(f"{values.dtype} {tuple(values.shape)} ".encode())
         mixed.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     return mixed.hexdigest()
