@@ -48,7 +48,7 @@ test: $(VENV)/.test servers
 # more, with pipelines in processes of their own.
 full: $(VENV)/.test servers
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m full $(ARGS)
-	PENSTOCK_TEST_PLACE=process $(PYTEST) -n 2 --dist loadfile -m 'not full and not gpu' $(or $(ARGS),tests/loader)
+	$(if $(ARGS),,PENSTOCK_TEST_PLACE=process $(PYTEST) -n 2 --dist loadfile -m 'not full and not gpu' tests/loader)
 
 quick: $(VENV)/.test
 	$(PYTEST) $(PARALLEL) -m 'not slow and not gpu' --hypothesis-profile=quick $(ARGS)

@@ -26,25 +26,22 @@ def check_share(loader: Any, mesh: Mesh, key: str = "loader") -> None:
     """
     if not mesh.is_spread:
         return
-    for rank_key, rank, size_key, size in _shares(loader):
+    for rank, size, size_key in _shares(loader):
         if (rank, size) != (mesh.replica, mesh.replicas):
             raise TrainerConfigError(
-                f"{key}={type(loader).__name__} has {rank_key}={rank}, {size_key}={size}, and {mesh.describe()} is of "
+                f"{key}={type(loader).__name__} has rank={rank}, {size_key}={size}, and {mesh.describe()} is of "
                 f"replica {mesh.replica} of {mesh.replicas}, whose ranks need the same samples; give it "
-                f"{rank_key}=mesh.replica, {size_key}=mesh.replicas, or penstock's loader mesh=mesh.device_mesh, with "
+                f"rank=mesh.replica, {size_key}=mesh.replicas, or penstock's loader mesh=mesh.device_mesh, with "
                 "mesh = open_mesh(config.parallel, world)"
             )
 
 
-def _shares(loader: Any) -> Iterator[tuple[str, int, str, int]]:
-    """The rank and the number of shares that a loader, or its sampler, tells, with the attributes' names."""
-    for owner, rank_key, size_key in (
-        (loader, "rank", "world_size"),
-        (getattr(loader, "sampler", None), "rank", "num_replicas"),
-    ):
-        rank, size = getattr(owner, rank_key, None), getattr(owner, size_key, None)
+def _shares(loader: Any) -> Iterator[tuple[int, int, str]]:
+    """The rank and the number of shares that a loader, or its sampler, tells, and the name of the number."""
+    for owner, size_key in ((loader, "world_size"), (getattr(loader, "sampler", None), "num_replicas")):
+        rank, size = getattr(owner, "rank", None), getattr(owner, size_key, None)
         if isinstance(rank, int) and isinstance(size, int):
-            yield rank_key, rank, size_key, size
+            yield rank, size, size_key
 
 
 def must_check_peers(loader: Any, mesh: Mesh) -> bool:
@@ -55,7 +52,7 @@ def must_check_peers(loader: Any, mesh: Mesh) -> bool:
     if mesh.world.world_size == 1 or mesh.is_spread:
         return mesh.is_spread
     everyones = [False] * mesh.world.world_size
-    dist.all_gather_object(everyones, any(size == mesh.replicas for *_, size in _shares(loader)))
+    dist.all_gather_object(everyones, any(size == mesh.replicas for _, size, _ in _shares(loader)))
     return not all(everyones)
 
 
