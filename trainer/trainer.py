@@ -87,7 +87,6 @@ class DistributedTrainer:
                 "leave mesh out"
             )
         self.progress = Progress()
-        self._has_checked_peers = False
         self.stopwatch = Stopwatch(clock=DeviceClock() if self.world.device.type == "cuda" else None)
         if evaluation is None and (config.evaluate.every or config.evaluate.best):
             raise TrainerConfigError("evaluate.every or evaluate.best is set and there is no evaluation; give one")
